@@ -1,0 +1,445 @@
+"""The region: where, on which device and to which dtype ops are cast. Enter, exit, nest, decorate."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import torch
+
+from . import scope as _scope
+from .castcache import PERSISTENT_CACHE, REGION_CACHE
+from .errors import MpampWarning, RegionError, UnsupportedDtypeError
+from .optable import OpTable
+from .policy import CastPolicy
+
+__all__ = ["Region", "autocast"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+Ops = Mapping[str, Any] | OpTable | None
+
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_get_dtype = torch.get_autocast_dtype
+_set_dtype = torch.set_autocast_dtype
+_get_cache = torch.is_autocast_cache_enabled
+_set_cache = torch.set_autocast_cache_enabled
+_thread_id = threading.get_ident
+
+
+class _Spec:
+    """What one set of arguments of ``autocast`` means; shared by all regions that have them."""
+
+    __slots__ = ("args", "device", "dtype", "enabled", "is_available", "mark", "scope", "table", "version")
+
+    def __init__(
+        self, device: str | None, dtype: torch.dtype | None, enabled: bool, cache: bool, ops: Ops, persistent: bool
+    ) -> None:
+        from .registry import device_state
+
+        self.device = device_state(_device_type(device))
+        self.version = self.device.version
+        self.args = (self.device.type, dtype, enabled, cache, ops, persistent)
+        self.enabled = bool(enabled)
+        self.dtype = _check_dtype(self.device, dtype) if self.enabled else torch.float32
+        self.is_available = self.device.backend.is_available()
+        self.table = None if ops is None else self.device.table_for(ops)
+        self.mark = _scope.compose_mark(_scope.NO_MARK, self.device.type, self.table)
+        table = self.device.table if self.table is None else self.table
+        kept = None if not cache else PERSISTENT_CACHE if persistent else REGION_CACHE
+        self.scope = _scope.Scope(table, kept, self.mark)
+
+    def scope_in(self, outer: int, task: int) -> _scope.Scope:
+        """Return the scope of a region nested in others, or entered in a backward pass."""
+        mark = _scope.compose_mark(outer, self.device.type, self.table)
+        return _scope.Scope(self.scope.table, self.scope.cache, mark, task)
+
+
+_specs: dict[Any, _Spec] = {}
+_warned: set[str] = set()
+
+
+def _device_type(device: str | torch.device | None) -> str:
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else accelerator.type
+    if isinstance(device, torch.device):
+        return device.type
+    if isinstance(device, str):
+        return device.partition(":")[0]
+    hint = "; write @mpamp.autocast() with parentheses" if callable(device) else ""
+    raise TypeError(f"device is a str, a torch.device or None, got {type(device).__name__}{hint}.")
+
+
+def _check_dtype(device: Any, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None:
+        return device.backend.default_dtype  # type: ignore[no-any-return]
+    allowed = (*device.backend.lower_precision_dtypes, torch.float32)
+    if dtype not in allowed:
+        raise UnsupportedDtypeError(
+            f"regions on {device.type!r} run in {', '.join(map(str, allowed))}; {dtype!r} was asked for."
+        )
+    return dtype
+
+
+def autocast(
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool = True,
+    *,
+    ops: Ops = None,
+    persistent_cache: bool = False,
+) -> Region:
+    """Return a region in which eligible ops of one device run in lower precision, or in float32, by its op table.
+
+    Use it in a ``with`` statement or as a decorator of functions, generators, async functions and async
+    generators. It may be nested, entered again while it is open, and shared by threads.
+
+    Args:
+        device: The device type; an index is dropped. None is the current accelerator, else the CPU.
+        dtype: float32 arguments of the table's lower-precision ops become this. None is the device's
+            default: float16 on CUDA, bfloat16 on XPU and the CPU. float32 runs those ops in float32.
+        enabled: False runs everything in the dtypes that it is called with.
+        cache_enabled: Whether a weight's cast is kept until the weight changes or the outermost region ends.
+        ops: Rules for this region only, on top of the device's table, such as ``{"softmax": "fp32"}``;
+            or a whole ``OpTable``. Nested regions don't inherit them.
+        persistent_cache: Keep casts of weights after the region too, until the weight changes or goes away.
+
+    Raises:
+        UnknownDeviceError: No backend covers the device.
+        UnsupportedDtypeError: The backend can't run regions in ``dtype``.
+        OpTableError: A rule in ``ops`` is wrong.
+
+    Example:
+        >>> a = torch.ones(2, 2)
+        >>> with autocast("cpu", dtype=torch.bfloat16):
+        ...     print((a @ a).dtype, (a @ a).softmax(0).dtype)
+        torch.bfloat16 torch.bfloat16
+        >>> with autocast("cpu", ops={"softmax": "fp32"}):
+        ...     print((a @ a).softmax(0).dtype)
+        torch.float32
+    """
+    if torch.compiler.is_compiling():
+        return _traced(_traced_contexts(device, dtype, enabled, ops))  # type: ignore[return-value]
+    return Region(_spec_of(device, dtype, enabled, cache_enabled, ops, persistent_cache))
+
+
+def _spec_of(device: Any, dtype: Any, enabled: bool, cache: bool, ops: Ops, persistent: bool) -> _Spec:
+    key = (device, dtype, enabled, cache, ops if ops is None else _hashable(ops), persistent)
+    spec = _specs.get(key)
+    if spec is None or spec.version != spec.device.version:
+        spec = _specs[key] = _Spec(device, dtype, enabled, cache, ops, persistent)
+    return spec
+
+
+def _hashable(ops: Any) -> Any:
+    if isinstance(ops, Mapping) and not isinstance(ops, OpTable):
+        return frozenset((op, rule if isinstance(rule, str) else repr(rule)) for op, rule in ops.items())
+    return ops if isinstance(ops, OpTable) else repr(ops)
+
+
+class Region:
+    """An autocast region, made by ``autocast``. Holds no state of its own but what its open entries must restore."""
+
+    __slots__ = ("__weakref__", "_open", "_spec")
+
+    def __init__(self, spec: _Spec) -> None:
+        self._spec = spec
+        self._open: list[tuple[Any, ...]] = []
+
+    @property
+    def device_type(self) -> str:
+        """The device type that the region casts on."""
+        return self._spec.device.type
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What lower-precision ops run in; float32 where the region is disabled."""
+        return self._spec.dtype
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the region casts at all."""
+        return self._spec.enabled
+
+    def __enter__(self) -> Region:
+        spec = self._spec
+        device = spec.device
+        if spec.version != device.version:
+            spec = self._spec = _Spec(*spec.args)
+        if not spec.is_available and spec.enabled and not _is_fake(device.type):
+            self._open.append((_thread_id(), None))
+            return self
+        key, name, local, thread = device.key, device.type, device.local, _scope.THREAD
+        if not spec.enabled:
+            self._open.append((_thread_id(), device, _is_excluded(key), None))
+            _set_excluded(key, True)
+            return self
+        outer = thread.mark
+        mark_before = _scope.read_mark() if outer == -1 else outer
+        task = _scope.graph_task()
+        scope = spec.scope
+        if mark_before > 0 or task != -1:
+            scope = spec.scope_in(mark_before, task)
+        if not scope.is_ready:
+            _make_ready(device, scope)
+        for module in device.unseen_modules:
+            if module in sys.modules:
+                _make_ready(device, scope)
+        self._open.append(
+            (
+                _thread_id(),
+                device,
+                _is_excluded(key),
+                _get_dtype(name),
+                _get_cache(),
+                local.scope,
+                outer,
+                mark_before,
+                _scope.sequence_nr(),
+            )
+        )
+        if scope.mark != mark_before:
+            _scope.write_mark(mark_before, scope.mark)
+        thread.mark = scope.mark
+        local.scope = scope
+        device.last_table = scope.table
+        _set_excluded(key, False)
+        _set_dtype(name, spec.dtype)
+        _set_cache(False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        saved = self._open.pop()
+        if saved[0] != _thread_id():
+            saved = self._take_own(saved)
+        device = saved[1]
+        if device is None:
+            return
+        if saved[3] is None:
+            _set_excluded(device.key, saved[2])
+            return
+        _, _, excluded, dtype, cache, outer_scope, outer, mark_before, start = saved
+        local, thread = device.local, _scope.THREAD
+        _set_excluded(device.key, excluded)
+        _set_dtype(device.type, dtype)
+        _set_cache(cache)
+        end = _scope.sequence_nr()
+        if end > start:
+            _scope.history.append((start, end, device.type, local.scope.table))
+        if thread.mark != mark_before:
+            _scope.write_mark(thread.mark, mark_before)
+        local.scope = outer_scope
+        thread.mark = outer
+        if outer == -1:
+            REGION_CACHE.entries.clear()
+
+    def _take_own(self, popped: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return this thread's last entry, where another thread has entered the same object since."""
+        self._open.append(popped)
+        for index in range(len(self._open) - 1, -1, -1):
+            if self._open[index][0] == _thread_id():
+                return self._open.pop(index)
+        raise RegionError("a region was left on a thread that had not entered it; its own thread still has it open.")
+
+    @overload
+    def __call__(self, function: F) -> F: ...
+    @overload
+    def __call__(self, function: Any) -> Any: ...
+    def __call__(self, function: Any) -> Any:
+        """Return ``function`` with its body run in this region, whenever it runs.
+
+        Raises:
+            TypeError: It isn't callable, or it is a class.
+        """
+        return _decorate(function, self._spec.args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, self._spec.args
+
+    def __repr__(self) -> str:
+        spec = self._spec
+        state = str(spec.dtype) if spec.enabled else "disabled"
+        return f"<mpamp region on {spec.device.type}: {state}, table {spec.scope.table.name!r}>"
+
+
+def _rebuild(device: str, dtype: Any, enabled: bool, cache: bool, ops: Ops, persistent: bool) -> Region:
+    return autocast(device, dtype, enabled, cache, ops=ops, persistent_cache=persistent)
+
+
+def _make_ready(device: Any, scope: _scope.Scope) -> None:
+    from .kernels import install
+
+    install(device, scope.table)
+    scope.is_ready = True
+
+
+def _is_fake(device_type: str) -> bool:
+    """Tell whether tensors of an absent device can exist here; warn, once, where they can't."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return True
+    if device_type not in _warned:
+        _warned.add(device_type)
+        warnings.warn(
+            f"device {device_type!r} is not available on this machine: autocast regions for it do nothing.",
+            MpampWarning,
+            stacklevel=3,
+        )
+    return False
+
+
+# -- As a decorator ----------------------------------------------------------------------------------
+
+
+def _decorate(function: Any, args: tuple[Any, ...]) -> Any:
+    if isinstance(function, staticmethod | classmethod):
+        return type(function)(_decorate(function.__func__, args))
+    if isinstance(function, type) or not callable(function):
+        raise TypeError(
+            f"a region decorates functions, got {function!r}; for a class, decorate the methods that should run in it."
+        )
+    if inspect.isasyncgenfunction(function):
+        wrapper: Any = _async_generator(function, args)
+    elif inspect.iscoroutinefunction(function):
+        wrapper = _coroutine(function, args)
+    elif inspect.isgeneratorfunction(function):
+        wrapper = _generator(function, args)
+    else:
+
+        def wrapper(*a: Any, **k: Any) -> Any:
+            with _rebuild(*args):
+                return function(*a, **k)
+
+    wrapper.__script_unsupported = "a decorated function is not supported in script mode"
+    return functools.wraps(function)(wrapper)
+
+
+def _steps(steps: Any, args: tuple[Any, ...]) -> Generator[Any, Any, Any]:
+    """Drive a generator or an awaitable's iterator so that each of its steps, and only they, run in the region."""
+    step, sent = steps.send if hasattr(steps, "send") else lambda _: next(steps), None
+    while True:
+        try:
+            with _rebuild(*args):
+                item = step(sent)
+        except StopIteration as stop:
+            return stop.value
+        try:
+            sent = yield item
+            step = steps.send if hasattr(steps, "send") else lambda _: next(steps)
+        except GeneratorExit:
+            with _rebuild(*args):
+                steps.close()
+            raise
+        except BaseException as error:
+            step, sent = steps.throw, error
+
+
+class _Awaitable:
+    __slots__ = ("_args", "_awaitable")
+
+    def __init__(self, awaitable: Any, args: tuple[Any, ...]) -> None:
+        self._awaitable, self._args = awaitable, args
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return _steps(self._awaitable.__await__(), self._args)
+
+
+def _generator(function: Any, args: tuple[Any, ...]) -> Any:
+    def wrapper(*a: Any, **k: Any) -> Any:
+        return (yield from _steps(function(*a, **k), args))
+
+    return wrapper
+
+
+def _coroutine(function: Any, args: tuple[Any, ...]) -> Any:
+    async def wrapper(*a: Any, **k: Any) -> Any:
+        return await _Awaitable(function(*a, **k), args)
+
+    return wrapper
+
+
+def _async_generator(function: Any, args: tuple[Any, ...]) -> Any:
+    async def wrapper(*a: Any, **k: Any) -> Any:
+        generator = function(*a, **k)
+        step = generator.asend(None)
+        try:
+            while True:
+                try:
+                    item = await _Awaitable(step, args)
+                except StopAsyncIteration:
+                    return
+                try:
+                    step = generator.asend((yield item))
+                except GeneratorExit:
+                    raise
+                except BaseException as error:
+                    step = generator.athrow(error)
+        finally:
+            await _Awaitable(generator.aclose(), args)
+
+    return wrapper
+
+
+# -- In programs that are being compiled or exported --------------------------------------------------
+
+
+def _traced_contexts(
+    device: str | torch.device | None, dtype: torch.dtype | None, enabled: bool, ops: Ops
+) -> tuple[tuple[str, torch.dtype, bool], ...]:
+    """Return the torch.autocast regions that carry a region of ours through a program."""
+    spec = _spec_of(device, dtype, enabled, True, ops, False)
+    if not spec.enabled:
+        return ((spec.device.type, spec.device.backend.default_dtype, False),)
+    table, run_dtype = spec.table, spec.dtype
+    if run_dtype is torch.float32:
+        # torch.autocast takes no float32 on most devices: say it by the table instead.
+        lower = {op: "fp32" for op, row in spec.scope.table.items() if CastPolicy.LOWER_PRECISION_FP in row.policies()}
+        table, run_dtype = spec.scope.table.override(lower, source="float32"), spec.device.backend.default_dtype
+    mark = _scope.compose_mark(_scope.NO_MARK, spec.device.type, table)
+    _make_ready(spec.device, spec.scope if table is None else _scope.Scope(table, None))
+    marks = tuple((name, digit, True) for name, digit in _scope.mark_contexts(mark))
+    return ((spec.device.type, run_dtype, True), *marks)
+
+
+_traced_contexts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it, and keeps the result
+
+
+def _traced(contexts: tuple[tuple[str, torch.dtype, bool], ...]) -> contextlib.AbstractContextManager[None]:
+    return (_traced_1, _traced_2, _traced_3, _traced_4)[len(contexts) - 1](*contexts)
+
+
+@contextlib.contextmanager
+def _traced_1(a: Any) -> Iterator[None]:
+    with torch.autocast(a[0], dtype=a[1], enabled=a[2], cache_enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def _traced_2(a: Any, b: Any) -> Iterator[None]:
+    with (
+        torch.autocast(a[0], dtype=a[1], enabled=a[2], cache_enabled=False),
+        torch.autocast(b[0], dtype=b[1], enabled=b[2], cache_enabled=False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _traced_3(a: Any, b: Any, c: Any) -> Iterator[None]:
+    with _traced_2(a, b), torch.autocast(c[0], dtype=c[1], enabled=c[2], cache_enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def _traced_4(a: Any, b: Any, c: Any, d: Any) -> Iterator[None]:
+    with _traced_3(a, b, c), torch.autocast(d[0], dtype=d[1], enabled=d[2], cache_enabled=False):
+        yield

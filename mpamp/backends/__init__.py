@@ -1,0 +1,1 @@
+"""One backend per device type."""

@@ -1,0 +1,85 @@
+"""What a device must say about itself to have AMP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..optable import OpTable
+
+__all__ = ["Backend", "TorchNativeBackend"]
+
+
+class Backend:
+    """A device type's dtypes and op table; subclass it and set at least ``device_type``.
+
+    Every method has a default that fits a device which torch knows.
+
+    Example:
+        >>> class Npu(Backend):
+        ...     device_type = "npu"
+        ...     autocast_key = "AutocastPrivateUse1"
+        >>> Npu().default_dtype
+        torch.float16
+    """
+
+    device_type: str
+    """torch's name for the device, such as ``"xpu"``."""
+    autocast_key: str
+    """The dispatch key whose kernels autocast runs, such as ``"AutocastXPU"``."""
+    default_dtype: torch.dtype = torch.float16
+    """What a region runs in when it is given no dtype."""
+    lower_precision_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    """What a region may run in, beside float32."""
+    tensor_attribute: str = ""
+    """The Tensor attribute that is true on this device (``"is_xpu"``), where there is one: it is quick to read."""
+    watched_modules: tuple[str, ...] = ()
+    """Modules that register Autocast kernels of their own when imported."""
+
+    def is_available(self) -> bool:
+        """Tell whether this machine has such a device; must not create a context on it."""
+        module = getattr(torch, self.device_type, None)
+        return module is not None and bool(module.is_available())
+
+    def op_table(self) -> OpTable:
+        """Return the device's default table."""
+        return OpTable.named("default", self.device_type)
+
+    def is_emulated(self, dtype: torch.dtype) -> bool:
+        """Tell whether this machine computes ``dtype`` without units of its own, and so slower."""
+        return False
+
+    def prepare(self) -> None:
+        """Do what must come before the first kernel is installed, such as importing the vendor's package."""
+
+    def capture_check(self) -> Callable[[], bool] | None:
+        """Return a function that tells whether the calling thread records a graph for replay, or None."""
+        return None
+
+    def tensor_check(self) -> Callable[[torch.Tensor], bool]:
+        """Return a function that tells whether a tensor is on this device."""
+        name, attribute = self.device_type, self.tensor_attribute
+
+        def has_attribute(tensor: Any) -> bool:
+            return bool(getattr(tensor, attribute))
+
+        def has_device(tensor: torch.Tensor) -> bool:
+            return tensor.device.type == name
+
+        return has_attribute if attribute else has_device
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.device_type!r}>"
+
+
+class TorchNativeBackend(Backend):
+    """A device that torch autocasts by itself and no plugin covers: torch's own kernels run, and no others."""
+
+    def __init__(self, device_type: str, autocast_key: str) -> None:
+        self.device_type, self.autocast_key = device_type, autocast_key
+        self.default_dtype = torch.get_autocast_dtype(device_type)
+
+    def op_table(self) -> OpTable:
+        return OpTable.from_rows({}, name="native", device=self.device_type)

@@ -1,0 +1,34 @@
+"""NVIDIA's and AMD's GPUs: float16 by default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...plugins.hookspecs import hookimpl
+from ..base import Backend
+
+__all__ = ["CudaBackend", "mpamp_backends"]
+
+
+class CudaBackend(Backend):
+    """GPUs through torch's ``cuda`` device, ROCm builds included."""
+
+    device_type = "cuda"
+    autocast_key = "AutocastCUDA"
+    default_dtype = torch.float16
+    tensor_attribute = "is_cuda"
+
+    def is_emulated(self, dtype: torch.dtype) -> bool:
+        if dtype is not torch.bfloat16 or not self.is_available():
+            return False
+        return not torch.cuda.is_bf16_supported(including_emulation=False)
+
+    def capture_check(self) -> Callable[[], bool] | None:
+        return torch.cuda.is_current_stream_capturing if self.is_available() else None
+
+
+@hookimpl(trylast=True)
+def mpamp_backends() -> list[Backend]:
+    return [CudaBackend()]

@@ -1,0 +1,1 @@
+"""The ``mpamp`` command. Needs the extra ``cli``; nothing in the library imports it."""

@@ -1,0 +1,110 @@
+"""Which overloads a rule may apply to, and how a rule's name is resolved to them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch._ops import OpOverload
+
+from .errors import UnknownOpError, nearest
+
+__all__ = ["find_overload", "is_in_place", "is_out_of_place", "overload_name", "resolve"]
+
+
+def overload_name(op: OpOverload) -> str:
+    """Return ``ns::op`` or ``ns::op.overload``, the form that tables use.
+
+    Example:
+        >>> overload_name(torch.ops.aten.mm.default), overload_name(torch.ops.aten.softmax.int)
+        ('aten::mm', 'aten::softmax.int')
+    """
+    schema = op._schema
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+
+
+def is_in_place(op: OpOverload) -> bool:
+    """Tell whether the overload writes into its first argument and into nothing else."""
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
+    return bool(writes) and writes[0] and not any(writes[1:])
+
+
+@functools.cache
+def is_out_of_place(op: OpOverload) -> bool:
+    """Tell whether autocast may cast this overload's arguments at all.
+
+    It may where the overload takes tensors and writes into none of them: neither an in-place
+    variant nor an ``out=`` one. Source: torch's op eligibility rules
+    (https://docs.pytorch.org/docs/stable/amp.html#autocast-op-eligibility).
+
+    Example:
+        >>> is_out_of_place(torch.ops.aten.mm.default), is_out_of_place(torch.ops.aten.mm.out)
+        (True, False)
+    """
+    arguments = op._schema.arguments
+    has_tensor = any("Tensor" in str(a.type) for a in arguments)
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+    return has_tensor and not writes
+
+
+def find_overload(name: str) -> OpOverload | None:
+    """Return the overload that ``ns::op[.overload]`` names in this process, or None."""
+    namespace, _, rest = name.partition("::")
+    op, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace, None), op, None)
+    found = getattr(packet, overload or "default", None)
+    return found if isinstance(found, OpOverload) else None
+
+
+def resolve(name: str) -> list[str]:
+    """Return the overloads that a rule's name means.
+
+    ``op`` means every out-of-place overload of ``aten::op``; ``ns::op`` the same in another
+    namespace; ``ns::op.overload`` exactly one, which may then be an in-place one.
+
+    Raises:
+        UnknownOpError: torch has no such op, or none of its overloads can be autocast.
+
+    Example:
+        >>> resolve("pow")
+        ['aten::pow.Scalar', 'aten::pow.Tensor_Scalar', 'aten::pow.Tensor_Tensor']
+    """
+    full = name if "::" in name else f"aten::{name}"
+    namespace, _, rest = full.partition("::")
+    op, dot, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace, None), op, None) if op else None
+    if packet is None or not hasattr(packet, "overloads"):
+        hint = nearest(op, _known_ops(namespace))
+        raise UnknownOpError(
+            f"unknown op {name!r}: torch has no operator {namespace}::{op}{hint or '.'} "
+            "Write 'op' or 'namespace::op', with '.overload' to mean a single one."
+        )
+    overloads: list[str] = packet.overloads()
+    if dot or (op.endswith("_") and not op.startswith("__")):
+        return [_single(name, packet, overload or "default", overloads)]
+    found = [getattr(packet, o) for o in sorted(overloads)]
+    eligible = [overload_name(o) for o in found if is_out_of_place(o)]
+    if not eligible:
+        raise UnknownOpError(
+            f"no overload of {namespace}::{op} can be autocast: all of them write into an argument or take "
+            f"no tensor ({', '.join(sorted(overloads))})."
+        )
+    return eligible
+
+
+def _single(name: str, packet: object, overload: str, overloads: list[str]) -> str:
+    op = getattr(packet, overload, None)
+    if not isinstance(op, OpOverload):
+        raise UnknownOpError(
+            f"unknown overload in {name!r}{nearest(overload, overloads)} Overloads are: {', '.join(sorted(overloads))}."
+        )
+    if not is_out_of_place(op) and not is_in_place(op):
+        raise UnknownOpError(f"{name!r} can't be autocast: it is an out= variant or takes no tensor.")
+    return overload_name(op)
+
+
+@functools.lru_cache(maxsize=8)
+def _known_ops(namespace: str) -> list[str]:
+    prefix = f"{namespace}::"
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted({n[len(prefix) :].partition(".")[0] for n in names if n.startswith(prefix)})

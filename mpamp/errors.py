@@ -1,0 +1,75 @@
+"""Every error and warning of mpamp, under one root each."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "BannedOpError",
+    "MpampError",
+    "MpampWarning",
+    "OpTableError",
+    "PluginConflictError",
+    "PluginLoadError",
+    "RegionError",
+    "UnknownDeviceError",
+    "UnknownOpError",
+    "UnknownPolicyError",
+    "UnsupportedDtypeError",
+]
+
+
+class MpampError(Exception):
+    """Root of every error that mpamp raises."""
+
+
+class MpampWarning(UserWarning):
+    """Root of every warning that mpamp gives; each comes once per process."""
+
+
+class RegionError(MpampError, RuntimeError):
+    """A region was entered, left or applied in a way that can't work."""
+
+
+class UnknownDeviceError(MpampError, ValueError):
+    """No backend covers the device type that was asked for."""
+
+
+class UnsupportedDtypeError(MpampError, ValueError):
+    """The backend can't run regions in the dtype that was asked for."""
+
+
+class OpTableError(MpampError, ValueError):
+    """An op table is malformed, or doesn't belong to the device that it was given for."""
+
+
+class UnknownOpError(OpTableError, LookupError):
+    """A rule names an op that torch doesn't know, or that no rule can apply to."""
+
+
+class UnknownPolicyError(OpTableError):
+    """A rule names a policy that doesn't exist."""
+
+
+class BannedOpError(MpampError, RuntimeError):
+    """A banned op was called with lower-precision arguments."""
+
+
+class PluginLoadError(MpampError, ImportError):
+    """A plugin for this device was found but could not be loaded; its cause is attached."""
+
+
+class PluginConflictError(MpampError):
+    """Two plugins claim the same device, or give one op different policies."""
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """Return a hint that lists the names closest to ``name``, or an empty string.
+
+    Example:
+        >>> nearest("sofmax", ["softmax", "conv2d"])
+        "; did you mean 'softmax'?"
+    """
+    close = difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+    return "; did you mean " + " or ".join(repr(c) for c in close) + "?" if close else ""

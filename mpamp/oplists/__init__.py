@@ -1,0 +1,108 @@
+"""The op lists as data: families of ops (``families.toml``) and the named tables made of them (``tables.toml``)."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable
+from importlib import resources
+from typing import Any
+
+from ..eligibility import find_overload
+from ..errors import OpTableError, nearest
+from ..optable import ANY_DEVICE, OpTable, Row, parse_dtype
+from ..policy import CastPolicy
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["families", "load_table", "table_names"]
+
+
+@functools.cache
+def _data(file: str) -> dict[str, Any]:
+    return tomllib.loads((resources.files(__package__) / file).read_text(encoding="utf-8"))
+
+
+def families() -> dict[str, list[str]]:
+    """Return every family of ops by name, each an ordered list of aten overloads.
+
+    Example:
+        >>> "fft_rfft2" in families()["fft"]
+        True
+    """
+    return dict(_data("families.toml"))
+
+
+def table_names(device: str) -> list[str]:
+    """Return the names of the tables that ship for a device type.
+
+    Example:
+        >>> table_names("xpu")
+        ['default', 'intel-xpu', 'native', 'torch-2.13', 'torch-2.8', 'uniform']
+    """
+    tables = _data("tables.toml")
+    return sorted(name for name, by_device in tables.items() if _has_section(tables, name, by_device, device))
+
+
+def _has_section(tables: dict[str, Any], name: str, by_device: dict[str, Any], device: str) -> bool:
+    if device in by_device:
+        return True
+    base = by_device.get(ANY_DEVICE, {}).get("base")
+    return ANY_DEVICE in by_device and (base is None or _has_section(tables, base, tables[base], device))
+
+
+@functools.cache
+def load_table(name: str, device: str) -> OpTable:
+    """Return the named table of a device type.
+
+    Raises:
+        OpTableError: There is no table of that name for that device.
+
+    Example:
+        >>> load_table("default", "cuda").policy("fft_fft")
+        <CastPolicy.FP32: 'fp32'>
+    """
+    known = table_names(device)
+    if name not in known:
+        raise OpTableError(
+            f"no table {name!r} for device {device!r}{nearest(name, known)} Tables there: {', '.join(known) or 'none'}."
+        )
+    is_history = name.startswith("torch-")
+    rows = {op: row for op, row in _rows(name, device).items() if is_history or find_overload(op) is not None}
+    return OpTable.from_rows(rows, name=name, device=device)
+
+
+def _rows(name: str, device: str) -> dict[str, Row]:
+    by_device = _data("tables.toml")[name]
+    section = by_device.get(device, by_device.get(ANY_DEVICE))
+    rows = _rows(section["base"], device) if "base" in section else {}
+    for part in (by_device[section["same_as"]] if "same_as" in section else {}, section):
+        rows.update({op: Row(policy, (), name) for op, policy in _listed(part)})
+        for op in _expand(part.get("drop", ())):
+            rows.pop(op, None)
+        for dtype, lists in part.items():
+            if isinstance(lists, dict):
+                rows.update(_at_dtype(rows, dtype, lists, name))
+    return rows
+
+
+def _at_dtype(rows: dict[str, Row], dtype: str, lists: dict[str, Any], name: str) -> dict[str, Row]:
+    found = {}
+    for op, policy in _listed(lists):
+        base = rows.get(op, Row(None))
+        found[op] = Row(base.policy, (*base.by_dtype, (parse_dtype(dtype), policy)), name)
+    return found
+
+
+def _listed(section: dict[str, Any]) -> list[tuple[str, CastPolicy]]:
+    return [(op, policy) for policy in CastPolicy for op in _expand(section.get(policy.value, ()))]
+
+
+def _expand(names: Iterable[str]) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        found += families()[name[1:]] if name.startswith("@") else [name]
+    return [f"aten::{op}" for op in found]

@@ -1,0 +1,1 @@
+"""Plugins: what they may implement (``hookspecs``) and how they are found (``manager``)."""

@@ -1,0 +1,34 @@
+"""What a plugin may implement. Hooks are called when a device is first asked for, never per op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+import torch
+
+if TYPE_CHECKING:
+    from ..backends.base import Backend
+
+__all__ = ["API_VERSION", "hookimpl", "hookspec"]
+
+PROJECT = "mpamp"
+API_VERSION = 1
+"""The plugin API that this mpamp speaks; a plugin may name the one it needs as ``MPAMP_API_VERSION``."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def mpamp_backends() -> list[Backend]:  # type: ignore[empty-body]
+    """Return the backends that the plugin brings; called once, when the plugin is loaded."""
+
+
+@hookspec
+def mpamp_op_rules(device_type: str, dtype: torch.dtype) -> Mapping[str, Any] | None:
+    """Return extra rules for a device, as ``ops=`` takes them, in regions of ``dtype``.
+
+    Called when the device is first asked for, once for each of its lower-precision dtypes.
+    """

@@ -1,0 +1,202 @@
+"""Finds, loads, quarantines and lists plugins. In-tree backends go through the same hooks as a third party's."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pluggy
+import torch
+
+from ..backends.base import Backend, TorchNativeBackend
+from ..errors import MpampWarning, PluginConflictError, PluginLoadError, UnknownDeviceError, nearest
+from ..optable import OpTable
+from . import hookspecs
+
+__all__ = ["PluginInfo", "PluginManager", "manager"]
+
+GROUP = "mpamp"
+BUILTIN = {name: f"mpamp.backends.{name}" for name in ("cpu", "cuda", "xpu")}
+PACK_PREFIX = "ops."
+"""Entry points named ``ops.<anything>`` bring rules only, and are loaded at the first region of any device."""
+
+
+@dataclass(slots=True)
+class PluginInfo:
+    """One plugin: where it comes from and what became of it."""
+
+    name: str
+    distribution: str
+    version: str
+    module: str
+    status: str = "found"
+    error: BaseException | None = None
+
+
+class PluginManager:
+    """The plugins of this process, each loaded when its device is first asked for."""
+
+    def __init__(self, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> None:
+        self._pm = pluggy.PluginManager(hookspecs.PROJECT)
+        self._pm.add_hookspecs(hookspecs)
+        self._backends: dict[str, tuple[Backend, str]] = {}
+        points = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
+        self._points = list(points)
+        self.infos: dict[int, PluginInfo] = {i: _info(point) for i, point in enumerate(self._points)}
+        blocked, allowed = _names("MPAMP_DISABLE_PLUGINS"), _names("MPAMP_LOAD_PLUGINS")
+        for info in self.infos.values():
+            if info.name in blocked or info.distribution in blocked or "*" in blocked:
+                info.status = "blocked"
+            elif allowed and info.name not in allowed and info.distribution not in allowed:
+                info.status = "blocked"
+
+    def backend(self, device_type: str) -> Backend:
+        """Return the backend of a device type, loading what provides it.
+
+        Raises:
+            UnknownDeviceError: Nothing provides it.
+            PluginLoadError: A plugin of that name failed to load.
+            PluginConflictError: Two distributions provide it.
+        """
+        self._load(device_type)
+        if device_type in self._backends:
+            return self._backends[device_type][0]
+        for info in self.infos.values():
+            if info.name == device_type and info.error is not None:
+                raise PluginLoadError(
+                    f"the plugin for device {device_type!r} ({info.distribution} {info.version}) failed to load: "
+                    f"{info.error!r}. Mend or uninstall {info.distribution}."
+                ) from info.error
+        return self._native(device_type)
+
+    def _native(self, device_type: str) -> Backend:
+        key = _autocast_key_name(device_type)
+        if key is None:
+            known = self.known_devices()
+            raise UnknownDeviceError(
+                f"unknown device {device_type!r}{nearest(device_type, known)} Known devices: {', '.join(known)}. "
+                f"A plugin brings another: pip install a distribution with an entry point {device_type!r} in the "
+                f"group {GROUP!r}."
+            )
+        return TorchNativeBackend(device_type, key)
+
+    def known_devices(self) -> list[str]:
+        """Return the device types that a region can be asked for."""
+        found = {i.name for i in self.infos.values() if i.status != "blocked" and not i.name.startswith(PACK_PREFIX)}
+        return sorted(found | set(BUILTIN) | set(self._backends))
+
+    def _load(self, device_type: str) -> None:
+        for number, point in enumerate(self._points):
+            info = self.infos[number]
+            if info.status == "found" and (point.name == device_type or point.name.startswith(PACK_PREFIX)):
+                self._load_point(point, info)
+        if device_type in BUILTIN and not self._pm.has_plugin(BUILTIN[device_type]):
+            self._register(importlib.import_module(BUILTIN[device_type]), BUILTIN[device_type], "mpamp")
+
+    def _load_point(self, point: importlib.metadata.EntryPoint, info: PluginInfo) -> None:
+        try:
+            module = point.load()
+            needed = getattr(module, "MPAMP_API_VERSION", hookspecs.API_VERSION)
+            if needed != hookspecs.API_VERSION:
+                raise PluginLoadError(
+                    f"{info.distribution} needs plugin API {needed}, this mpamp speaks {hookspecs.API_VERSION}; "
+                    "install matching versions."
+                )
+            self._register(module, f"{info.distribution}:{info.name}", info.distribution)
+            info.status = "loaded"
+        except PluginConflictError:
+            info.status = "conflict"
+            raise
+        except Exception as error:
+            info.status, info.error = "failed", error
+            if os.environ.get("MPAMP_STRICT_PLUGINS") == "1":
+                raise PluginLoadError(f"plugin {info.name!r} of {info.distribution} failed to load: {error!r}") from error
+            warnings.warn(
+                f"plugin {info.name!r} of {info.distribution} {info.version} failed to load and is left out: {error!r}",
+                MpampWarning,
+                stacklevel=2,
+            )
+
+    def _register(self, module: ModuleType | object, name: str, distribution: str) -> None:
+        self._pm.register(module, name)
+        self._pm.check_pending()
+        results = getattr(module, "mpamp_backends", list)()
+        for backend in results or []:
+            if not isinstance(backend, Backend):
+                self._pm.unregister(name=name)
+                raise TypeError(f"mpamp_backends of {name} returned {backend!r}, not a mpamp.backends.base.Backend")
+            owner = self._backends.get(backend.device_type)
+            if owner is None:
+                self._backends[backend.device_type] = (backend, distribution)
+            elif distribution != "mpamp":
+                self._pm.unregister(name=name)
+                raise PluginConflictError(
+                    f"device {backend.device_type!r} is claimed by both {owner[1]} and {distribution}; uninstall one, "
+                    "or block one by MPAMP_DISABLE_PLUGINS."
+                )
+
+    def op_rules(self, device_type: str, dtypes: Iterable[torch.dtype]) -> dict[str, OpTable]:
+        """Return the rules that loaded plugins bring for a device, by plugin name."""
+        found: dict[str, OpTable] = {}
+        for impl in self._pm.hook.mpamp_op_rules.get_hookimpls():
+            by_dtype = {d: impl.function(device_type=device_type, dtype=d) or {} for d in dtypes}
+            ops = sorted({op for rules in by_dtype.values() for op in rules})
+            merged = {op: {d: r[op] for d, r in by_dtype.items() if op in r} for op in ops}
+            if merged:
+                found[impl.plugin_name] = OpTable(merged, device=device_type, source=impl.plugin_name)
+        return found
+
+    def hook(self) -> Any:
+        """Return pluggy's hook caller, for hooks that are notified."""
+        return self._pm.hook
+
+    def listing(self) -> list[PluginInfo]:
+        """Return every plugin found, built-in ones first."""
+        from .._version import __version__
+
+        builtin = [
+            PluginInfo(n, "mpamp", __version__, m, "loaded" if self._pm.has_plugin(m) else "built-in")
+            for n, m in BUILTIN.items()
+        ]
+        return [*builtin, *self.infos.values()]
+
+
+def _info(point: importlib.metadata.EntryPoint) -> PluginInfo:
+    dist = getattr(point, "dist", None)
+    name, version = (dist.name, dist.version) if dist is not None else ("unknown", "?")
+    return PluginInfo(point.name, name, version, point.value)
+
+
+def _names(variable: str) -> set[str]:
+    return {n.strip() for n in os.environ.get(variable, "").split(",") if n.strip()}
+
+
+def _autocast_key_name(device_type: str) -> str | None:
+    if not torch.amp.is_autocast_available(device_type) if _is_device_type(device_type) else True:
+        return None
+    if device_type == torch._C._get_privateuse1_backend_name():
+        return "AutocastPrivateUse1"
+    return f"Autocast{device_type.upper()}"
+
+
+def _is_device_type(name: str) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+@functools.cache
+def manager() -> PluginManager:
+    """Return this process's plugin manager."""
+    return PluginManager()
+
+

@@ -1,0 +1,197 @@
+"""The devices of this process: each one's backend, its table now, and who may change it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+from . import scope as _scope
+from .backends.base import Backend
+from .errors import OpTableError, PluginConflictError
+from .optable import ANY_DEVICE, OpTable, Row
+
+__all__ = ["DeviceState", "device_state", "get_backend", "get_op_table", "set_op_rules"]
+
+
+class _Local(threading.local):
+    scope: _scope.Scope | None = None
+
+
+class DeviceState:
+    """One device type in this process: its backend, its Autocast key and its tables."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.type = backend.device_type
+        self.key = autocast_key(backend.autocast_key)
+        self.key_name = backend.autocast_key
+        self.local = _Local()
+        self.version = 0
+        """Goes up whenever the default table changes."""
+        self.unseen_modules = backend.watched_modules
+        """Modules that would put Autocast kernels on top of ours when imported, and haven't been yet."""
+        self.see_modules()
+        self.user_rules: dict[str, Row] = {}
+        self.rules_of_plugins: dict[str, Row] = {}
+        self.table = self.last_table = backend.op_table()
+        self._apply()
+
+    def see_modules(self) -> list[str]:
+        """Return the watched modules that were imported since the last call."""
+        seen = [m for m in self.unseen_modules if m in sys.modules]
+        self.unseen_modules = tuple(m for m in self.unseen_modules if m not in seen)
+        return seen
+
+    def _apply(self) -> None:
+        base = self.backend.op_table()
+        rows = {**base, **self.rules_of_plugins, **self.user_rules}
+        name = base.name + ("+plugins" if self.rules_of_plugins else "") + ("+user" if self.user_rules else "")
+        self.table = OpTable.from_rows(rows, name=name, device=self.type)
+        self.version += 1
+
+    def set_rules(self, rules: dict[str, Row]) -> None:
+        """Replace the user's process-wide rules."""
+        self.user_rules = rules
+        self._apply()
+        _forget_compiled_code()
+
+    def add_plugin_rules(self, rules: Mapping[str, OpTable]) -> None:
+        """Merge the rules that plugins bring, by plugin name.
+
+        Raises:
+            PluginConflictError: Two plugins give one op different policies.
+        """
+        merged: dict[str, Row] = {}
+        for plugin, table in rules.items():
+            for op, row in table.items():
+                other = merged.get(op)
+                if other is not None and other != row:
+                    raise PluginConflictError(
+                        f"{op} on {self.type}: {other.source} says {other}, {plugin} says {row}. "
+                        "Uninstall or block one of them (MPAMP_DISABLE_PLUGINS)."
+                    )
+                merged[op] = Row(row.policy, row.by_dtype, plugin)
+        self.rules_of_plugins = merged
+        self._apply()
+
+    def table_for(self, ops: Mapping[str, Any] | OpTable) -> OpTable:
+        """Return the table of a region with these ``ops=``.
+
+        Raises:
+            OpTableError: A table for another device, or a rule that is wrong.
+        """
+        if isinstance(ops, OpTable):
+            if ops.device not in (ANY_DEVICE, self.type):
+                raise OpTableError(f"table {ops.name!r} is for device {ops.device!r}, the region for {self.type!r}.")
+            return ops
+        if not isinstance(ops, Mapping):
+            raise OpTableError(f"ops= takes a mapping from op to policy, or an OpTable; got {type(ops).__name__}.")
+        return self.table.override(ops, source="region")
+
+
+def autocast_key(name: str) -> DispatchKey:
+    """Return the dispatch key of that name; some have no member in torch's Python enum."""
+    for number in range(64):
+        key = DispatchKey(number)
+        if torch._C._dispatch_key_name(key) == name:
+            return key
+    raise OpTableError(f"torch has no dispatch key {name!r}.")
+
+
+_devices: dict[str, DeviceState] = {}
+_lock = threading.RLock()
+
+
+def device_state(device_type: str) -> DeviceState:
+    """Return the state of a device type; its plugin is loaded when it is first asked for.
+
+    Raises:
+        UnknownDeviceError: No backend covers it.
+        PluginLoadError: Its plugin can't be loaded.
+    """
+    found = _devices.get(device_type)
+    if found is not None:
+        return found
+    from .plugins.manager import manager
+
+    with _lock:
+        if device_type not in _devices:
+            state = DeviceState(manager().backend(device_type))
+            rules = manager().op_rules(state.type, state.backend.lower_precision_dtypes)
+            if rules:
+                state.add_plugin_rules(rules)
+            _devices[device_type] = state
+    return _devices[device_type]
+
+
+def devices_in_use() -> list[DeviceState]:
+    """Return the devices that a region has asked for so far."""
+    return list(_devices.values())
+
+
+def get_backend(device: str | torch.device) -> Backend:
+    """Return the backend of a device type.
+
+    Raises:
+        UnknownDeviceError: No backend covers it; the message lists the known ones.
+
+    Example:
+        >>> get_backend("xpu").default_dtype
+        torch.bfloat16
+    """
+    return device_state(_type_of(device)).backend
+
+
+def get_op_table(device: str | torch.device, name: str | None = None) -> OpTable:
+    """Return the table in force for a device, process-wide rules included; or a named one.
+
+    Example:
+        >>> get_op_table("cpu").policy("fft_hfft2")
+        <CastPolicy.FP32: 'fp32'>
+    """
+    state = device_state(_type_of(device))
+    return state.table if name is None else OpTable.named(name, state.type)
+
+
+def set_op_rules(device: str | torch.device, rules: Mapping[str, Any] | OpTable | None) -> OpTable:
+    """Set the rules that every region of a device has on top of its default table, for the process.
+
+    Replaces the rules set before; None takes them away. Regions that are open keep theirs, and code
+    compiled so far is compiled anew. Returns the table in force from now on.
+
+    Raises:
+        OpTableError: A rule that is wrong; nothing has changed then.
+
+    Example:
+        >>> set_op_rules("cpu", {"gelu": "fp32"}).policy("gelu")
+        <CastPolicy.FP32: 'fp32'>
+        >>> set_op_rules("cpu", None).policy("gelu") is None
+        True
+    """
+    state = device_state(_type_of(device))
+    if rules is None:
+        rows: dict[str, Row] = {}
+    elif isinstance(rules, OpTable):
+        rows = dict(state.table_for(rules))
+    else:
+        rows = dict(OpTable(rules, device=state.type, source="user"))
+    with _lock:
+        state.set_rules(rows)
+    return state.table
+
+
+def _type_of(device: str | torch.device) -> str:
+    return device.type if isinstance(device, torch.device) else str(device).partition(":")[0]
+
+
+def _forget_compiled_code() -> None:
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+    from .kernels import tag_compiler_caches
+
+    tag_compiler_caches()

@@ -1,0 +1,227 @@
+"""Which op table is in force for a call: the part of a region's state that torch has no place for.
+
+Inside a region of the calling thread that is the thread's ``Scope``. Elsewhere it is found again:
+
+* in a backward pass (recompute of activation checkpointing, any thread), by the region in which the
+  autograd node that is running was made;
+* in a compiled or exported program and in autograd's own threads, by a *mark* in torch's autocast state.
+
+The mark is the autocast state of device types that no program uses at the same time (``CARRIERS``). Torch
+carries it along, Dynamo guards on it, and AOTAutograd puts it into its cache key, so that one table's
+graph is never served to another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DispatchKey
+
+from .errors import RegionError
+
+if TYPE_CHECKING:
+    from .castcache import CastCache
+    from .optable import OpTable
+    from .registry import DeviceState
+
+__all__ = ["NO_MARK", "THREAD", "Scope", "compose_mark", "mark_contexts", "read_mark", "resolve", "write_mark"]
+
+NO_MARK = -1
+"""Not inside a region, as far as torch's state tells."""
+DEFAULT_MARK = 0
+"""Inside a region, with every device's default table."""
+
+graph_task = torch._C._current_graph_task_id
+mode_depth = torch._C._len_torch_dispatch_stack
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_get_dtype = torch.get_autocast_dtype
+_set_dtype = torch.set_autocast_dtype
+
+
+class Scope:
+    """What a kernel needs to know of the region that it runs in; immutable and shared by threads."""
+
+    __slots__ = ("cache", "is_ready", "mark", "rules", "table", "task")
+
+    def __init__(self, table: OpTable, cache: CastCache | None, mark: int = DEFAULT_MARK, task: int = -1) -> None:
+        self.table, self.rules = table, table.rules
+        self.cache = cache
+        self.is_ready = False
+        """Whether the table's kernels are known to be installed."""
+        self.mark = mark
+        self.task = task
+        """The backward pass (graph task) that the region was entered in, -1 outside of any."""
+
+
+class _Thread(threading.local):
+    mark: int = NO_MARK
+    recompute: tuple[int, Any] = (-1, None)
+
+
+THREAD = _Thread()
+
+
+# -- The mark ---------------------------------------------------------------------------------------
+
+CARRIERS = ("ipu", "maia", "mtia")
+_KEYS = [
+    next(k for i in range(64) if torch._C._dispatch_key_name(k := DispatchKey(i)) == f"Autocast{name.upper()}")
+    for name in CARRIERS
+]
+_FIRST_KEY = _KEYS[0]
+_DIGITS = [torch.float16, torch.bfloat16]  # what torch.autocast accepts, so compiled programs can carry it
+_MORE_DIGITS = [torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
+
+_State = tuple["torch.dtype | None", ...]
+
+
+def _states(digits: list[torch.dtype]) -> list[_State]:
+    return list(itertools.product(digits, [None, *digits], [None, *digits]))
+
+
+_few = _states(_DIGITS)
+_STATES = _few + [s for s in _states(_DIGITS + _MORE_DIGITS) if s not in set(_few)]
+_MARKS = {state: mark for mark, state in enumerate(_STATES)}
+MAX_COMPILED_MARK = len(_few) - 1
+
+_tables: list[frozenset[tuple[str, OpTable]]] = [frozenset()]
+_marks: dict[frozenset[tuple[str, OpTable]], int] = {frozenset(): DEFAULT_MARK}
+_lock = threading.Lock()
+
+
+def compose_mark(outer: int, device_type: str, table: OpTable | None) -> int:
+    """Return the mark of the region ``outer`` with one device's table replaced; None is its default."""
+    if table is None and outer <= DEFAULT_MARK:
+        return DEFAULT_MARK
+    kept = {(d, t) for d, t in _tables[max(outer, DEFAULT_MARK)] if d != device_type}
+    wanted = frozenset(kept if table is None else kept | {(device_type, table)})
+    with _lock:
+        mark = _marks.get(wanted)
+        if mark is None:
+            mark = len(_tables)
+            if mark >= len(_STATES):
+                raise RegionError(f"over {len(_STATES)} different op tables in one process; reuse OpTable objects.")
+            _tables.append(wanted)
+            _marks[wanted] = mark
+    return mark
+
+
+def tables_in_use() -> list[frozenset[tuple[str, OpTable]]]:
+    """Return the tables behind every mark so far, in order of first use."""
+    return list(_tables)
+
+
+def table_of_mark(mark: int, device: DeviceState) -> OpTable:
+    """Return a device's table under a mark; a mark made by another process means the default."""
+    pairs = _tables[mark] if mark < len(_tables) else frozenset()
+    return next((t for d, t in pairs if d == device.type), device.table)
+
+
+def read_mark() -> int:
+    """Return the mark in the calling thread's autocast state."""
+    if _is_excluded(_FIRST_KEY):
+        return NO_MARK
+    state = [_get_dtype(CARRIERS[0])]
+    state += [None if _is_excluded(k) else _get_dtype(name) for k, name in zip(_KEYS[1:], CARRIERS[1:], strict=True)]
+    return _MARKS.get(tuple(state), DEFAULT_MARK)
+
+
+def write_mark(before: int, mark: int) -> None:
+    """Replace the mark in the calling thread's autocast state.
+
+    The first carrier's dtype stays at the default mark's while there is no mark, so that entering and
+    leaving an ordinary region switches one key.
+    """
+    if before <= DEFAULT_MARK and mark <= DEFAULT_MARK:
+        _set_excluded(_FIRST_KEY, mark == NO_MARK)
+        return
+    _set_excluded(_FIRST_KEY, mark == NO_MARK)
+    state = _STATES[max(mark, DEFAULT_MARK)]
+    for key, name, dtype in zip(_KEYS, CARRIERS, state, strict=True):
+        if key is not _FIRST_KEY:
+            _set_excluded(key, dtype is None)
+        if dtype is not None:
+            _set_dtype(name, dtype)
+
+
+def mark_contexts(mark: int) -> list[tuple[str, torch.dtype]]:
+    """Return the (device, dtype) pairs of ``torch.autocast`` that carry a mark through a compiled program.
+
+    Raises:
+        RegionError: This process uses more tables than a compiled program can tell apart.
+    """
+    if mark > MAX_COMPILED_MARK:
+        raise RegionError(
+            f"over {MAX_COMPILED_MARK} different op tables are in use, more than a region inside a compiled function "
+            "can carry. Reuse OpTable objects, or put the region around the compiled function."
+        )
+    return [(name, dtype) for name, dtype in zip(CARRIERS, _STATES[mark], strict=True) if dtype is not None]
+
+
+# -- Regions that autograd nodes were made in --------------------------------------------------------
+
+sequence_nr = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+history: deque[tuple[int, int, str, OpTable]] = deque(maxlen=1024)
+"""Regions left lately that made autograd nodes: first and past-the-last sequence number, device, table."""
+
+
+def _table_of_node(device: DeviceState) -> OpTable | None:
+    """Return the table of the region that made the autograd node now running on this thread."""
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return None
+    nr = node._sequence_nr()
+    task, memo = THREAD.recompute
+    if task == graph_task() and memo[0] == (nr, device.type):
+        return memo[1]  # type: ignore[no-any-return]
+    spans = [s for s in history if s[2] == device.type and s[0] <= nr < s[1]]
+    table = max(spans, key=lambda s: s[0])[3] if spans else None
+    THREAD.recompute = (graph_task(), ((nr, device.type), table))
+    return table
+
+
+# -- Finding the scope -------------------------------------------------------------------------------
+
+
+def resolve(device: DeviceState) -> Scope | None:
+    """Return the scope of a call where the thread's own doesn't settle it, or None outside every region."""
+    scope: Scope | None = device.local.scope
+    task = graph_task()
+    mark = read_mark()
+    if scope is not None and scope.task == task:
+        if mark != scope.mark and mark != NO_MARK:  # a region inside a program being compiled
+            return Scope(table_of_mark(mark, device), None, mark, task)
+        return scope if _may_cache() else Scope(scope.table, None, scope.mark, task)
+    if task == -1:
+        return None if mark == NO_MARK else Scope(table_of_mark(mark, device), None, mark)
+    table = _table_of_node(device)
+    if table is None and scope is not None:
+        table = scope.table
+    if table is None and mark != NO_MARK:
+        table = table_of_mark(mark, device)
+    if table is None and not torch.is_autocast_cache_enabled():
+        # Regions turn torch's own cache off, and checkpoint restores that flag: the forward was ours.
+        table = device.last_table
+    return None if table is None else Scope(table, None, mark, task)
+
+
+def _may_cache() -> bool:
+    """Tell whether the dispatch modes on the stack see every run of a program, not just one of it."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return not any(isinstance(mode, _modes_that_replay()) for mode in _get_current_dispatch_mode_stack())
+
+
+def _modes_that_replay() -> tuple[type, ...]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+    from torch.utils import checkpoint
+
+    policies = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+    return (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode, *policies)
