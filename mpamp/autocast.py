@@ -19,6 +19,7 @@ from .castcache import PERSISTENT_CACHE, REGION_CACHE
 from .errors import MpampWarning, RegionError, UnsupportedDtypeError
 from .optable import OpTable
 from .policy import CastPolicy
+from .scope import DEFAULT_MARK, NO_MARK
 
 __all__ = ["Region", "autocast"]
 
@@ -31,13 +32,17 @@ _get_dtype = torch.get_autocast_dtype
 _set_dtype = torch.set_autocast_dtype
 _get_cache = torch.is_autocast_cache_enabled
 _set_cache = torch.set_autocast_cache_enabled
-_thread_id = threading.get_ident
+_thread = _scope.THREAD
+_graph_task = torch._C._current_graph_task_id
+_FIRST_KEY = _scope.FIRST_KEY
+_compiler = torch.compiler
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 class _Spec:
     """What one set of arguments of ``autocast`` means; shared by all regions that have them."""
 
-    __slots__ = ("args", "device", "dtype", "enabled", "is_available", "mark", "scope", "table", "version")
+    __slots__ = ("args", "device", "dtype", "enabled", "index", "is_quick", "key", "scope", "table", "type", "version", "watched")
 
     def __init__(
         self, device: str | None, dtype: torch.dtype | None, enabled: bool, cache: bool, ops: Ops, persistent: bool
@@ -45,24 +50,48 @@ class _Spec:
         from .registry import device_state
 
         self.device = device_state(_device_type(device))
+        self.type, self.key, self.index = self.device.type, self.device.key, self.device.index
         self.version = self.device.version
-        self.args = (self.device.type, dtype, enabled, cache, ops, persistent)
+        self.args = (self.type, dtype, enabled, cache, ops, persistent)
         self.enabled = bool(enabled)
         self.dtype = _check_dtype(self.device, dtype) if self.enabled else torch.float32
-        self.is_available = self.device.backend.is_available()
         self.table = None if ops is None else self.device.table_for(ops)
-        self.mark = _scope.compose_mark(_scope.NO_MARK, self.device.type, self.table)
+        mark = _scope.compose_mark(_scope.NO_MARK, self.type, self.table)
         table = self.device.table if self.table is None else self.table
-        kept = None if not cache else PERSISTENT_CACHE if persistent else REGION_CACHE
-        self.scope = _scope.Scope(table, kept, self.mark)
+        self.scope = _scope.Scope(table, None if not cache else PERSISTENT_CACHE if persistent else REGION_CACHE, mark)
+        self.is_quick = False
+        """Whether a region can be entered without asking anything first."""
+        self.watched = self.device.unseen_modules
 
-    def scope_in(self, outer: int, task: int) -> _scope.Scope:
-        """Return the scope of a region nested in others, or entered in a backward pass."""
-        mark = _scope.compose_mark(outer, self.device.type, self.table)
-        return _scope.Scope(self.scope.table, self.scope.cache, mark, task)
+    def is_stale(self) -> bool:
+        """Tell whether the device's rules have changed since."""
+        return self.version != self.device.version
+
+    def is_overtaken(self) -> bool:
+        """Tell whether a module that registers Autocast kernels has been imported since."""
+        return any(module in sys.modules for module in self.watched)
+
+    def prepare(self) -> bool:
+        """Install what the region needs; tell whether it casts anything on this machine."""
+        if not self.enabled:
+            return False
+        is_available = self.device.backend.is_available()
+        if not is_available and not _is_fake(self.type):
+            return False
+        from .kernels import install
+
+        install(self.device, self.scope.table)
+        self.is_quick, self.watched = is_available, self.device.unseen_modules
+        return True
+
+    def scope_in(self, outer: int) -> _scope.Scope:
+        """Return the scope of a region nested in one with a table of its own, or entered in a backward pass."""
+        mark = _scope.compose_mark(outer, self.type, self.table)
+        return _scope.Scope(self.scope.table, self.scope.cache, mark, _graph_task())
 
 
-_specs: dict[Any, _Spec] = {}
+_regions: dict[Any, Region] = {}
+_plain: dict[tuple[str | torch.device | None, torch.dtype | None], Region] = {}
 _warned: set[str] = set()
 
 
@@ -127,17 +156,22 @@ def autocast(
         ...     print((a @ a).softmax(0).dtype)
         torch.float32
     """
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling() or _compiler._is_compiling_flag:
         return _traced(_traced_contexts(device, dtype, enabled, ops))  # type: ignore[return-value]
-    return Region(_spec_of(device, dtype, enabled, cache_enabled, ops, persistent_cache))
+    if enabled is True and cache_enabled is True and ops is None and persistent_cache is False:
+        region = _plain.get((device, dtype))
+        if region is None:
+            region = _plain[device, dtype] = _region_of(device, dtype, True, True, None, False)
+        return region
+    return _region_of(device, dtype, enabled, cache_enabled, ops, persistent_cache)
 
 
-def _spec_of(device: Any, dtype: Any, enabled: bool, cache: bool, ops: Ops, persistent: bool) -> _Spec:
-    key = (device, dtype, enabled, cache, ops if ops is None else _hashable(ops), persistent)
-    spec = _specs.get(key)
-    if spec is None or spec.version != spec.device.version:
-        spec = _specs[key] = _Spec(device, dtype, enabled, cache, ops, persistent)
-    return spec
+def _region_of(device: Any, dtype: Any, enabled: bool, cache: bool, ops: Ops, persistent: bool) -> Region:
+    key = (device, dtype, enabled, cache, None if ops is None else _hashable(ops), persistent)
+    region = _regions.get(key)
+    if region is None:
+        region = _regions[key] = Region(_Spec(device, dtype, enabled, cache, ops, persistent))
+    return region
 
 
 def _hashable(ops: Any) -> Any:
@@ -147,18 +181,17 @@ def _hashable(ops: Any) -> Any:
 
 
 class Region:
-    """An autocast region, made by ``autocast``. Holds no state of its own but what its open entries must restore."""
+    """An autocast region, made by ``autocast``; holds no state, so it can be shared and entered again."""
 
-    __slots__ = ("__weakref__", "_open", "_spec")
+    __slots__ = ("__weakref__", "_spec")
 
     def __init__(self, spec: _Spec) -> None:
         self._spec = spec
-        self._open: list[tuple[Any, ...]] = []
 
     @property
     def device_type(self) -> str:
         """The device type that the region casts on."""
-        return self._spec.device.type
+        return self._spec.type
 
     @property
     def dtype(self) -> torch.dtype:
@@ -172,84 +205,71 @@ class Region:
 
     def __enter__(self) -> Region:
         spec = self._spec
-        device = spec.device
-        if spec.version != device.version:
-            spec = self._spec = _Spec(*spec.args)
-        if not spec.is_available and spec.enabled and not _is_fake(device.type):
-            self._open.append((_thread_id(), None))
-            return self
-        key, name, local, thread = device.key, device.type, device.local, _scope.THREAD
-        if not spec.enabled:
-            self._open.append((_thread_id(), device, _is_excluded(key), None))
-            _set_excluded(key, True)
-            return self
-        outer = thread.mark
-        mark_before = _scope.read_mark() if outer == -1 else outer
-        task = _scope.graph_task()
-        scope = spec.scope
-        if mark_before > 0 or task != -1:
-            scope = spec.scope_in(mark_before, task)
-        if not scope.is_ready:
-            _make_ready(device, scope)
-        for module in device.unseen_modules:
-            if module in sys.modules:
-                _make_ready(device, scope)
-        self._open.append(
-            (
-                _thread_id(),
-                device,
-                _is_excluded(key),
-                _get_dtype(name),
-                _get_cache(),
-                local.scope,
-                outer,
-                mark_before,
-                _scope.sequence_nr(),
-            )
-        )
-        if scope.mark != mark_before:
-            _scope.write_mark(mark_before, scope.mark)
-        thread.mark = scope.mark
-        local.scope = scope
-        device.last_table = scope.table
+        if not spec.is_quick:
+            if spec.is_stale():
+                spec = self._spec = _Spec(*spec.args)
+            if not spec.prepare():
+                return self._enter_disabled(spec)
+        state, key, scope, index = _thread.state, spec.key, spec.scope, spec.index
+        entries, scopes = state.entries, state.scopes
+        if _graph_task() != -1 or (entries and entries[-1][1] > DEFAULT_MARK):
+            mark = _scope.read_mark()
+            scope = spec.scope_in(mark)
+        else:
+            mark = entries[-1][1] if entries else NO_MARK
+        dtype, inner = _get_dtype(spec.type), scope.mark
+        span = _scope.open_span(spec.type, scope) if inner > DEFAULT_MARK or mark > DEFAULT_MARK else None
+        entries.append((self, inner, key, _is_excluded(key), spec, mark, scopes[index], dtype, _get_cache(), span))
+        scopes[index] = scope
         _set_excluded(key, False)
-        _set_dtype(name, spec.dtype)
+        if spec.dtype is not dtype:
+            _set_dtype(spec.type, spec.dtype)
         _set_cache(False)
+        if mark != inner:
+            if mark == NO_MARK and inner == DEFAULT_MARK:
+                _set_excluded(_FIRST_KEY, False)
+            else:
+                _scope.write_mark(mark, inner)
+        return self
+
+    def _enter_disabled(self, spec: _Spec) -> Region:
+        """Switch autocast off; or, on a device that isn't on this machine, do nothing."""
+        key, entries = None if spec.enabled else spec.key, _thread.state.entries
+        mark = entries[-1][1] if entries else _scope.read_mark()
+        entries.append((self, mark, key, key is not None and _is_excluded(key)))
+        if key is not None:
+            _set_excluded(key, True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        saved = self._open.pop()
-        if saved[0] != _thread_id():
-            saved = self._take_own(saved)
-        device = saved[1]
-        if device is None:
+        state = _thread.state
+        entries = state.entries
+        saved = entries.pop() if entries and entries[-1][0] is self else self._take(entries)
+        if len(saved) == 4:
+            _leave_disabled(*saved)
             return
-        if saved[3] is None:
-            _set_excluded(device.key, saved[2])
-            return
-        _, _, excluded, dtype, cache, outer_scope, outer, mark_before, start = saved
-        local, thread = device.local, _scope.THREAD
-        _set_excluded(device.key, excluded)
-        _set_dtype(device.type, dtype)
+        _, inner, key, excluded, spec, mark, outer, dtype, cache, span = saved
+        _set_excluded(key, excluded)
+        _set_dtype(spec.type, dtype)
         _set_cache(cache)
-        end = _scope.sequence_nr()
-        if end > start:
-            _scope.history.append((start, end, device.type, local.scope.table))
-        if thread.mark != mark_before:
-            _scope.write_mark(thread.mark, mark_before)
-        local.scope = outer_scope
-        thread.mark = outer
-        if outer == -1:
-            REGION_CACHE.entries.clear()
+        if mark != inner:
+            if mark == NO_MARK and inner == DEFAULT_MARK:
+                _set_excluded(_FIRST_KEY, True)
+            else:
+                _scope.write_mark(inner, mark)
+        if span is not None:
+            span.close()
+        state.scopes[spec.index] = outer
+        if not entries and state.casts:
+            state.casts.clear()
 
-    def _take_own(self, popped: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return this thread's last entry, where another thread has entered the same object since."""
-        self._open.append(popped)
-        for index in range(len(self._open) - 1, -1, -1):
-            if self._open[index][0] == _thread_id():
-                return self._open.pop(index)
+    def _take(self, entries: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Return this region's last entry on this thread, where regions aren't left in the reverse order."""
+        for index in range(len(entries) - 1, -1, -1):
+            if entries[index][0] is self:
+                return entries.pop(index)
         raise RegionError("a region was left on a thread that had not entered it; its own thread still has it open.")
 
     @overload
@@ -277,13 +297,6 @@ def _rebuild(device: str, dtype: Any, enabled: bool, cache: bool, ops: Ops, pers
     return autocast(device, dtype, enabled, cache, ops=ops, persistent_cache=persistent)
 
 
-def _make_ready(device: Any, scope: _scope.Scope) -> None:
-    from .kernels import install
-
-    install(device, scope.table)
-    scope.is_ready = True
-
-
 def _is_fake(device_type: str) -> bool:
     """Tell whether tensors of an absent device can exist here; warn, once, where they can't."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
@@ -296,6 +309,11 @@ def _is_fake(device_type: str) -> bool:
             stacklevel=3,
         )
     return False
+
+
+def _leave_disabled(region: Region, mark: int, key: Any, excluded: bool) -> None:
+    if key is not None:
+        _set_excluded(key, excluded)
 
 
 # -- As a decorator ----------------------------------------------------------------------------------
@@ -397,7 +415,11 @@ def _traced_contexts(
     device: str | torch.device | None, dtype: torch.dtype | None, enabled: bool, ops: Ops
 ) -> tuple[tuple[str, torch.dtype, bool], ...]:
     """Return the torch.autocast regions that carry a region of ours through a program."""
-    spec = _spec_of(device, dtype, enabled, True, ops, False)
+    from .kernels import install
+
+    spec = _region_of(device, dtype, enabled, True, ops, False)._spec
+    if spec.is_stale():
+        spec = _Spec(*spec.args)
     if not spec.enabled:
         return ((spec.device.type, spec.device.backend.default_dtype, False),)
     table, run_dtype = spec.table, spec.dtype
@@ -406,7 +428,7 @@ def _traced_contexts(
         lower = {op: "fp32" for op, row in spec.scope.table.items() if CastPolicy.LOWER_PRECISION_FP in row.policies()}
         table, run_dtype = spec.scope.table.override(lower, source="float32"), spec.device.backend.default_dtype
     mark = _scope.compose_mark(_scope.NO_MARK, spec.device.type, table)
-    _make_ready(spec.device, spec.scope if table is None else _scope.Scope(table, None))
+    install(spec.device, spec.scope.table if table is None else table)
     marks = tuple((name, digit, True) for name, digit in _scope.mark_contexts(mark))
     return ((spec.device.type, run_dtype, True), *marks)
 

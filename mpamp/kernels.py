@@ -247,7 +247,8 @@ def build(
         "FLOAT64": torch.float64,
         "CASTABLE": CASTABLE,
         "device": device,
-        "local": device.local if fixed is _UNSET else _Nowhere,
+        "INDEX": device.index,
+        "thread": _scope.THREAD if fixed is _UNSET else _NOWHERE,
         "graph_task": _scope.graph_task,
         "mode_depth": _scope.mode_depth,
         "resolve": resolve,
@@ -271,7 +272,12 @@ def build(
 
 
 class _Nowhere:
-    scope = None
+    """A thread without regions, for kernels that follow one fixed policy."""
+
+    state = _scope.ThreadState()
+
+
+_NOWHERE = _Nowhere()
 
 
 def _absent(
@@ -337,7 +343,7 @@ def kernel_source(op: OpOverload) -> str:
     body = _in_place_body(tensors) if is_in_place(op) else _body(op, names, tensors, passed)
     return f"""\
 def kernel({", ".join(head)}):
-    scope = local.scope
+    scope = thread.state.scopes[INDEX]
     if scope is None or graph_task() != scope.task or mode_depth():
         scope = resolve(device)
         if scope is None:

@@ -18,10 +18,6 @@ from .optable import ANY_DEVICE, OpTable, Row
 __all__ = ["DeviceState", "device_state", "get_backend", "get_op_table", "set_op_rules"]
 
 
-class _Local(threading.local):
-    scope: _scope.Scope | None = None
-
-
 class DeviceState:
     """One device type in this process: its backend, its Autocast key and its tables."""
 
@@ -30,7 +26,8 @@ class DeviceState:
         self.type = backend.device_type
         self.key = autocast_key(backend.autocast_key)
         self.key_name = backend.autocast_key
-        self.local = _Local()
+        self.index = len(_devices)
+        """The device's place in each thread's list of scopes."""
         self.version = 0
         """Goes up whenever the default table changes."""
         self.unseen_modules = backend.watched_modules
@@ -38,7 +35,7 @@ class DeviceState:
         self.see_modules()
         self.user_rules: dict[str, Row] = {}
         self.rules_of_plugins: dict[str, Row] = {}
-        self.table = self.last_table = backend.op_table()
+        self.table = backend.op_table()
         self._apply()
 
     def see_modules(self) -> list[str]:

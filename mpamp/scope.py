@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DispatchKey
 
+from .castcache import REGION_CACHE, CastCache
 from .errors import RegionError
 
 if TYPE_CHECKING:
-    from .castcache import CastCache
     from .optable import OpTable
     from .registry import DeviceState
 
-__all__ = ["NO_MARK", "THREAD", "Scope", "compose_mark", "mark_contexts", "read_mark", "resolve", "write_mark"]
+__all__ = ["DEFAULT_MARK", "NO_MARK", "THREAD", "Scope", "compose_mark", "mark_contexts", "read_mark", "resolve", "write_mark"]
 
 NO_MARK = -1
 """Not inside a region, as far as torch's state tells."""
@@ -46,21 +46,39 @@ _set_dtype = torch.set_autocast_dtype
 class Scope:
     """What a kernel needs to know of the region that it runs in; immutable and shared by threads."""
 
-    __slots__ = ("cache", "is_ready", "mark", "rules", "table", "task")
+    __slots__ = ("cache", "mark", "rules", "table", "task")
 
     def __init__(self, table: OpTable, cache: CastCache | None, mark: int = DEFAULT_MARK, task: int = -1) -> None:
         self.table, self.rules = table, table.rules
         self.cache = cache
-        self.is_ready = False
-        """Whether the table's kernels are known to be installed."""
         self.mark = mark
         self.task = task
         """The backward pass (graph task) that the region was entered in, -1 outside of any."""
 
 
+MAX_DEVICES = 32
+
+
+class ThreadState:
+    """One thread's open regions."""
+
+    __slots__ = ("casts", "entries", "scopes")
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Any, ...]] = []
+        """What leaving each open region restores, outermost first."""
+        self.scopes: list[Scope | None] = [None] * MAX_DEVICES
+        """Each device's scope, by the device's index."""
+        self.casts = REGION_CACHE.entries
+        """The casts that leaving the outermost region drops."""
+
+
 class _Thread(threading.local):
-    mark: int = NO_MARK
-    recompute: tuple[int, Any] = (-1, None)
+    def __init__(self) -> None:
+        self.state = ThreadState()
+        self.task: int = -1
+        self.node: tuple[int, str] | None = None
+        self.table_of_node: OpTable | None = None
 
 
 THREAD = _Thread()
@@ -73,7 +91,7 @@ _KEYS = [
     next(k for i in range(64) if torch._C._dispatch_key_name(k := DispatchKey(i)) == f"Autocast{name.upper()}")
     for name in CARRIERS
 ]
-_FIRST_KEY = _KEYS[0]
+FIRST_KEY = _KEYS[0]
 _DIGITS = [torch.float16, torch.bfloat16]  # what torch.autocast accepts, so compiled programs can carry it
 _MORE_DIGITS = [torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
 
@@ -124,7 +142,7 @@ def table_of_mark(mark: int, device: DeviceState) -> OpTable:
 
 def read_mark() -> int:
     """Return the mark in the calling thread's autocast state."""
-    if _is_excluded(_FIRST_KEY):
+    if _is_excluded(FIRST_KEY):
         return NO_MARK
     state = [_get_dtype(CARRIERS[0])]
     state += [None if _is_excluded(k) else _get_dtype(name) for k, name in zip(_KEYS[1:], CARRIERS[1:], strict=True)]
@@ -138,12 +156,12 @@ def write_mark(before: int, mark: int) -> None:
     leaving an ordinary region switches one key.
     """
     if before <= DEFAULT_MARK and mark <= DEFAULT_MARK:
-        _set_excluded(_FIRST_KEY, mark == NO_MARK)
+        _set_excluded(FIRST_KEY, mark == NO_MARK)
         return
-    _set_excluded(_FIRST_KEY, mark == NO_MARK)
+    _set_excluded(FIRST_KEY, mark == NO_MARK)
     state = _STATES[max(mark, DEFAULT_MARK)]
     for key, name, dtype in zip(_KEYS, CARRIERS, state, strict=True):
-        if key is not _FIRST_KEY:
+        if key is not FIRST_KEY:
             _set_excluded(key, dtype is None)
         if dtype is not None:
             _set_dtype(name, dtype)
@@ -166,23 +184,48 @@ def mark_contexts(mark: int) -> list[tuple[str, torch.dtype]]:
 # -- Regions that autograd nodes were made in --------------------------------------------------------
 
 sequence_nr = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
-history: deque[tuple[int, int, str, OpTable]] = deque(maxlen=1024)
-"""Regions left lately that made autograd nodes: first and past-the-last sequence number, device, table."""
+
+
+class Span:
+    """The autograd nodes made in one region, by their sequence numbers."""
+
+    __slots__ = ("device_type", "end", "start", "table")
+
+    def __init__(self, device_type: str, table: OpTable) -> None:
+        self.device_type, self.table = device_type, table
+        self.start: int = sequence_nr()
+        self.end: int | None = None
+
+    def close(self) -> None:
+        self.end = sequence_nr()
+
+    def has(self, nr: int) -> bool:
+        return self.start <= nr and (self.end is None or nr < self.end)
+
+
+_spans: deque[Span] = deque(maxlen=1024)
+"""The latest regions with a table of their own, or in one that has; a node in none of them was made with
+the default table, or in no region of ours."""
+
+
+def open_span(device_type: str, scope: Scope) -> Span:
+    """Record that nodes made from now on, until the span is closed, are made in ``scope``."""
+    span = Span(device_type, scope.table)
+    _spans.append(span)
+    return span
 
 
 def _table_of_node(device: DeviceState) -> OpTable | None:
-    """Return the table of the region that made the autograd node now running on this thread."""
+    """Return the table of the recorded region that made the autograd node now running on this thread, or None."""
     node = torch._C._current_autograd_node()
     if node is None:
         return None
     nr = node._sequence_nr()
-    task, memo = THREAD.recompute
-    if task == graph_task() and memo[0] == (nr, device.type):
-        return memo[1]  # type: ignore[no-any-return]
-    spans = [s for s in history if s[2] == device.type and s[0] <= nr < s[1]]
-    table = max(spans, key=lambda s: s[0])[3] if spans else None
-    THREAD.recompute = (graph_task(), ((nr, device.type), table))
-    return table
+    if THREAD.task != graph_task() or THREAD.node != (nr, device.type):
+        spans = [s for s in list(_spans) if s.device_type == device.type and s.has(nr)]
+        table = max(spans, key=lambda s: s.start).table if spans else None
+        THREAD.task, THREAD.node, THREAD.table_of_node = graph_task(), (nr, device.type), table
+    return THREAD.table_of_node
 
 
 # -- Finding the scope -------------------------------------------------------------------------------
@@ -190,7 +233,7 @@ def _table_of_node(device: DeviceState) -> OpTable | None:
 
 def resolve(device: DeviceState) -> Scope | None:
     """Return the scope of a call where the thread's own doesn't settle it, or None outside every region."""
-    scope: Scope | None = device.local.scope
+    scope = THREAD.state.scopes[device.index]
     task = graph_task()
     mark = read_mark()
     if scope is not None and scope.task == task:
@@ -199,14 +242,10 @@ def resolve(device: DeviceState) -> Scope | None:
         return scope if _may_cache() else Scope(scope.table, None, scope.mark, task)
     if task == -1:
         return None if mark == NO_MARK else Scope(table_of_mark(mark, device), None, mark)
+    # Regions turn torch's own cache off, and checkpoint restores that flag: then the forward was in one.
     table = _table_of_node(device)
-    if table is None and scope is not None:
-        table = scope.table
-    if table is None and mark != NO_MARK:
-        table = table_of_mark(mark, device)
-    if table is None and not torch.is_autocast_cache_enabled():
-        # Regions turn torch's own cache off, and checkpoint restores that flag: the forward was ours.
-        table = device.last_table
+    if table is None and (mark != NO_MARK or not torch.is_autocast_cache_enabled()):
+        table = device.table
     return None if table is None else Scope(table, None, mark, task)
 
 
