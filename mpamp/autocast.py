@@ -80,7 +80,7 @@ class _Spec:
             return False
         from .kernels import install
 
-        install(self.device, self.scope.table)
+        install(self.device, self.scope.table, self.dtype)
         self.is_quick, self.watched = is_available, self.device.unseen_modules
         return True
 
@@ -428,7 +428,7 @@ def _traced_contexts(
         lower = {op: "fp32" for op, row in spec.scope.table.items() if CastPolicy.LOWER_PRECISION_FP in row.policies()}
         table, run_dtype = spec.scope.table.override(lower, source="float32"), spec.device.backend.default_dtype
     mark = _scope.compose_mark(_scope.NO_MARK, spec.device.type, table)
-    install(spec.device, spec.scope.table if table is None else table)
+    install(spec.device, spec.scope.table if table is None else table, run_dtype)
     marks = tuple((name, digit, True) for name, digit in _scope.mark_contexts(mark))
     return ((spec.device.type, run_dtype, True), *marks)
 

@@ -45,7 +45,7 @@ _UNSET = object()
 
 _lock = threading.RLock()
 _installed: dict[str, dict[str, torch.library.Library]] = {}
-_planned: set[tuple[str, OpTable]] = set()
+_planned: set[tuple[str, OpTable, torch.dtype]] = set()
 
 
 # -- Which ops need a kernel of ours -----------------------------------------------------------------
@@ -65,33 +65,33 @@ def _native_policy(device: DeviceState) -> dict[str, Row]:
     return dict(load_table("native", device.type)) if "native" in table_names(device.type) else {}
 
 
-def needs_kernel(device: DeviceState, table: OpTable) -> list[str]:
-    """Return the overloads that torch's own kernels don't serve as the table says."""
+def needs_kernel(device: DeviceState, table: OpTable, dtype: torch.dtype) -> list[str]:
+    """Return the overloads that torch's own kernels don't serve as the table says in regions of ``dtype``."""
     native, policies = native_ops(device), _native_policy(device)
     found = []
     for op in sorted(native | set(table)):
         row = table.get(op)
-        if op not in native:
-            if row is not None and row.policies() and find_overload(op) is not None:
+        if op in native:
+            if row is None or not _is_torchs(op, row.at(dtype), policies.get(op)):
                 found.append(op)
-        elif row is None or not _is_torchs(op, row, policies.get(op)):
+        elif row is not None and row.at(dtype) is not None and find_overload(op) is not None:
             found.append(op)
     return found
 
 
-def _is_torchs(op: str, row: Row, native: Row | None) -> bool:
-    if not row.policies():
+def _is_torchs(op: str, policy: CastPolicy | None, native: Row | None) -> bool:
+    if policy is None:
         return True
-    if native is None or row.by_dtype or row.policy is not native.policy:
+    if native is None or policy is not native.policy:
         return False
-    return row.policy in _SAME_AS_TORCH or op in _CACHELESS or op in _TORCH_ONLY
+    return policy in _SAME_AS_TORCH or op in _CACHELESS or op in _TORCH_ONLY
 
 
 # -- Installing and withdrawing ----------------------------------------------------------------------
 
 
-def install(device: DeviceState, table: OpTable) -> None:
-    """Install what ``table`` needs at the device's Autocast key; what is there already stays.
+def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> None:
+    """Install what ``table`` needs in regions of ``dtype`` at the device's Autocast key; what is there stays.
 
     Where a module that registers Autocast kernels of its own has been imported since, ours go on top again.
     """
@@ -104,19 +104,19 @@ def install(device: DeviceState, table: OpTable) -> None:
             _add_fallthrough(device)
         elif device.see_modules():
             _reinstall(device)
-        if (device.type, table) not in _planned:
-            for op in needs_kernel(device, table):
+        if (device.type, table, dtype) not in _planned:
+            for op in needs_kernel(device, table, dtype):
                 if op not in _installed[device.type]:
                     _install_one(device, op)
-            _planned.add((device.type, table))
+            _planned.add((device.type, table, dtype))
             tag_compiler_caches()
 
 
 def _reinstall(device: DeviceState) -> None:
-    tables = [t for d, t in _planned if d == device.type]
+    planned = [(t, dtype) for d, t, dtype in _planned if d == device.type]
     withdraw(device)
-    for table in tables:
-        install(device, table)
+    for table, dtype in planned:
+        install(device, table, dtype)
 
 
 def withdraw(device: DeviceState, ops: Iterable[str] | None = None) -> None:
@@ -241,6 +241,7 @@ def build(
         "TYPE": device.type,
         "KEY": device.key,
         "LOWER": CastPolicy.LOWER_PRECISION_FP,
+        "PROMOTE": CastPolicy.PROMOTE,
         "SET_OPT": CastPolicy.FP32_SET_OPT_DTYPE,
         "APPEND": CastPolicy.FP32_APPEND_DTYPE,
         "FLOAT32": torch.float32,
@@ -329,29 +330,29 @@ def kernel_source(op: OpOverload) -> str:
 
     Example:
         >>> print(kernel_source(torch.ops.aten.mm.default).splitlines()[0])
-        def kernel(keys, a0, a1):
+        def kernel(_keys, a0, a1):
     """
     arguments = list(op._schema.arguments)
     names = [a.name if a.kwarg_only and not keyword.iskeyword(a.name) else f"a{i}" for i, a in enumerate(arguments)]
     default = {i: f"=D{i}" if a.has_default_value() else "" for i, a in enumerate(arguments)}
     positional = [i for i, a in enumerate(arguments) if not a.kwarg_only]
     keywords = [i for i, a in enumerate(arguments) if a.kwarg_only]
-    head = ["keys", *(names[i] + default[i] for i in positional)]
+    head = ["_keys", *(names[i] + default[i] for i in positional)]
     head += ["*", *(names[i] + default[i] for i in keywords)] if keywords else []
     passed = ", ".join([*(names[i] for i in positional), *(f"{arguments[i].name}={names[i]}" for i in keywords)])
     tensors = [(names[i], str(a.type)) for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
     body = _in_place_body(tensors) if is_in_place(op) else _body(op, names, tensors, passed)
     return f"""\
 def kernel({", ".join(head)}):
-    scope = thread.state.scopes[INDEX]
-    if scope is None or graph_task() != scope.task or mode_depth():
-        scope = resolve(device)
-        if scope is None:
-            return outside(keys, {passed})
-    dtype = get_dtype(TYPE)
-    policy = scope.rules[dtype].get(OP)
-    if policy is None:
-        return absent(scope, keys, {passed})
+    _scope = thread.state.scopes[INDEX]
+    if _scope is None or graph_task() != _scope.task or mode_depth():
+        _scope = resolve(device)
+        if _scope is None:
+            return outside(_keys, {passed})
+    _lower = get_dtype(TYPE)
+    _policy = _scope.rules[_lower].get(OP)
+    if _policy is None:
+        return absent(_scope, _keys, {passed})
 {body}
     set_excluded(KEY, True)
     try:
@@ -369,17 +370,17 @@ def _body(op: OpOverload, names: list[str], tensors: list[tuple[str, str]], pass
     everything = ", ".join(n for n, _ in tensors) + ","
     if len(single) == len(tensors):
         has_double = " or ".join(f"{d} is FLOAT64" for d in dtypes)
-        lines += ["if policy is LOWER:", f"    target = None if {has_double} else dtype"]
-        lines += ["else:", f"    target = target_of(policy, dtype, ({everything}))"]
+        lines += ["if _policy is LOWER:", f"    _target = None if {has_double} else _lower"]
+        lines += ["else:", f"    _target = target_of(_policy, _lower, ({everything}))"]
     else:
-        lines += [f"target = target_of(policy, dtype, ({everything}))"]
-    lines += ["if target is not None:"]
+        lines += [f"_target = target_of(_policy, _lower, ({everything}))"]
+    lines += ["if _target is not None:"]
     for name, kind in tensors:
         is_list = name not in single
         guard = f"{name} is not None" if name in may_be_none else "True"
-        test = guard if is_list else f"{name}.dtype is not target"
+        test = guard if is_list else f"{name}.dtype is not _target"
         test = test if guard == "True" or is_list else f"{guard} and {test}"
-        lines += [f"    if {test}:", f"        {name} = {'cast_all' if is_list else 'cast'}({name}, target, scope)"]
+        lines += [f"    if {test}:", f"        {name} = {'cast_all' if is_list else 'cast'}({name}, _target, _scope)"]
     lines += _dtype_lines(op, names, tensors[0][0], passed)
     return "\n".join("    " + line for line in lines)
 
@@ -389,7 +390,7 @@ def _dtype_lines(op: OpOverload, names: list[str], first: str, passed: str) -> l
     is_castable = f"{first}.dtype in CASTABLE"
     if name in APPEND_DTYPE:
         return [
-            f"if policy is APPEND and {is_castable}:",
+            f"if _policy is APPEND and {is_castable}:",
             "    set_excluded(KEY, True)",
             "    try:",
             f"        return call_append({passed}, dtype=FLOAT32)",
@@ -399,13 +400,13 @@ def _dtype_lines(op: OpOverload, names: list[str], first: str, passed: str) -> l
     own = next((n for n, a in zip(names, op._schema.arguments, strict=True) if a.name == "dtype"), None)
     if own is None:
         return []
-    return [f"if policy is SET_OPT and {own} is None and {is_castable}:", f"    {own} = FLOAT32"]
+    return [f"if _policy is SET_OPT and {own} is None and {is_castable}:", f"    {own} = FLOAT32"]
 
 
 def _in_place_body(tensors: list[tuple[str, str]]) -> str:
     (written, _), *others = tensors
-    lines = [f"target = {written}.dtype", "if policy is not LOWER and target in CASTABLE and policy.value == 'promote':"]
+    lines = [f"_target = {written}.dtype", "if _policy is PROMOTE and _target in CASTABLE:"]
     for name, kind in others:
         is_list = "List" in kind or "[]" in kind
-        lines += [f"    if {name} is not None:", f"        {name} = {'cast_all' if is_list else 'cast'}({name}, target, scope)"]
+        lines += [f"    if {name} is not None:", f"        {name} = {'cast_all' if is_list else 'cast'}({name}, _target, _scope)"]
     return "\n".join("    " + line for line in [*lines, "    pass"])

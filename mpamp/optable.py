@@ -60,6 +60,13 @@ class Row:
                 return policy
         return self.policy
 
+    def over(self, base: Row | None) -> Row:
+        """Return this row on top of ``base``, which still decides the dtypes that this one leaves open."""
+        if base is None or self.policy is not None:
+            return self
+        by_dtype = {**dict(base.by_dtype), **dict(self.by_dtype)}
+        return Row(base.policy, tuple(sorted(by_dtype.items(), key=lambda cell: str(cell[0]))), self.source)
+
     def policies(self) -> set[CastPolicy]:
         """Return every policy that this row can give."""
         return {p for p in (self.policy, *(p for _, p in self.by_dtype)) if p is not None}
@@ -198,7 +205,8 @@ class OpTable(Mapping[str, Row]):
             <CastPolicy.FALLTHROUGH: 'fallthrough'>
         """
         extra = rules._rows if isinstance(rules, OpTable) else _parse_rules(rules, source)
-        return OpTable.from_rows({**self._rows, **extra}, name=name or f"{self.name}+{source}", device=self.device)
+        rows = {**self._rows, **{op: row.over(self._rows.get(op)) for op, row in extra.items()}}
+        return OpTable.from_rows(rows, name=name or f"{self.name}+{source}", device=self.device)
 
     def diff(self, other: OpTable) -> list[Difference]:
         """Return the ops on which ``other`` differs from this table, in alphabetical order.
@@ -250,8 +258,8 @@ class OpTable(Mapping[str, Row]):
             )
         device, name = str(data.get("device", ANY_DEVICE)), str(data.get("name", "custom"))
         rows = _parse_rules(data["ops"], source, is_foreign=data.get("torch", _TORCH) != _TORCH)
-        base = cls.named(str(data["base"]), device) if "base" in data else {}
-        return cls.from_rows({**base, **rows}, name=name, device=device)
+        table = cls.from_rows(rows, name=name, device=device)
+        return cls.named(str(data["base"]), device).override(table, name=name) if "base" in data else table
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table to a TOML file."""

@@ -12,6 +12,7 @@ from torch._C import DispatchKey
 
 from . import scope as _scope
 from .backends.base import Backend
+from .eligibility import find_overload
 from .errors import OpTableError, PluginConflictError
 from .optable import ANY_DEVICE, OpTable, Row
 
@@ -34,6 +35,7 @@ class DeviceState:
         """Modules that would put Autocast kernels on top of ours when imported, and haven't been yet."""
         self.see_modules()
         self.user_rules: dict[str, Row] = {}
+        self.unlisted = _unlisted(self.key_name, backend.op_table())
         self.rules_of_plugins: dict[str, Row] = {}
         self.table = backend.op_table()
         self._apply()
@@ -46,9 +48,12 @@ class DeviceState:
 
     def _apply(self) -> None:
         base = self.backend.op_table()
-        rows = {**base, **self.rules_of_plugins, **self.user_rules}
-        name = base.name + ("+plugins" if self.rules_of_plugins else "") + ("+user" if self.user_rules else "")
-        self.table = OpTable.from_rows(rows, name=name, device=self.type)
+        table = OpTable.from_rows({**base, **self.unlisted}, name=base.name, device=self.type)
+        for rows, name in ((self.rules_of_plugins, "plugins"), (self.user_rules, "user")):
+            if rows:
+                extra = OpTable.from_rows(rows, name=name, device=self.type)
+                table = table.override(extra, name=f"{table.name}+{name}")
+        self.table = table
         self.version += 1
 
     def set_rules(self, rules: dict[str, Row]) -> None:
@@ -98,6 +103,12 @@ def autocast_key(name: str) -> DispatchKey:
         if torch._C._dispatch_key_name(key) == name:
             return key
     raise OpTableError(f"torch has no dispatch key {name!r}.")
+
+
+def _unlisted(key_name: str, table: OpTable) -> dict[str, Row]:
+    """Return a row without a policy for each kernel that torch, or a vendor, has and the table doesn't know."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key_name)
+    return {n: Row(None, (), "torch") for n in names if n not in table and find_overload(n) is not None}
 
 
 _devices: dict[str, DeviceState] = {}

@@ -1,0 +1,148 @@
+"""What one call did under autocast: the ops that it came down to, their dtypes, and the dtypes that came out.
+
+``python -m tests.parity.observe`` prints that for torch's own autocast, from a process that never
+imports mpamp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.parity.arguments import Maker, arguments
+
+LOWER = (torch.bfloat16, torch.float16)
+FAKE = "fake "
+PLACES = ("cpu", "fake cuda", "fake xpu", "cuda")
+"""Where calls are made: on a device, or on fake tensors of one, for which no card is needed."""
+Observation = dict[str, Any]
+Regime = Callable[[str, torch.dtype], contextlib.AbstractContextManager[Any]]
+_MOVES = ("_to_copy", "to", "detach", "alias")
+
+
+class Recorder(TorchDispatchMode):
+    """Records every op below autocast that isn't a cast, with the dtypes of the tensors that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.removeprefix("aten::") not in _MOVES:
+            self.ops.append(f"{func}({dtypes_of((args, kwargs))})")
+        return func(*args, **(kwargs or {}))
+
+
+def dtypes_of(values: Any) -> str:
+    """Return the dtypes of the tensors in ``values``, in order."""
+    found = [str(v.dtype).removeprefix("torch.") for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
+    return ", ".join(found)
+
+
+def forms(lower: torch.dtype) -> dict[str, list[torch.dtype]]:
+    """Return the dtypes that a call's floating tensors take in turn, by the name of the form."""
+    full, double = torch.float32, torch.float64
+    other = next(d for d in LOWER if d is not lower)
+    return {
+        "float32": [full],
+        "parameters": [full],
+        "lower": [lower],
+        "float32, lower": [full, lower],
+        "lower, float32": [lower, full],
+        "other": [other],
+        "lower, other": [lower, other],
+        "float64": [double],
+        "float64, float32": [double, full],
+        "float32, float64": [full, double],
+        "float64, lower": [double, lower],
+    }
+
+
+def observe(op: OpOverload, place: str, lower: torch.dtype, form: str, regime: Regime) -> Observation:
+    """Call ``op`` in ``regime`` and return what happened."""
+    recorder, device = Recorder(), device_of(place)
+    with FakeTensorMode(allow_non_fake_inputs=True) if place.startswith(FAKE) else contextlib.nullcontext():
+        args, kwargs = arguments(op, Maker(device, forms(lower)[form], form == "parameters"))
+        with regime(device, lower), recorder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                out = f"-> {dtypes_of(op(*args, **kwargs))}"
+            except Exception as error:  # whatever an op raises on these dtypes
+                out, reason = "raises", f"{type(error).__name__}: {error}"[:200]
+            else:
+                reason = ""
+    return {"ops": recorder.ops, "out": out, "reason": reason}
+
+
+def observe_row(op: OpOverload, place: str, regime: Regime) -> dict[str, Observation]:
+    """Return what happened in every form that the call can take, for both lower dtypes."""
+    found = {}
+    for lower in LOWER:
+        for form, dtypes in forms(lower).items():
+            if _takes(op, len(dtypes)) and not (form == "parameters" and place.startswith(FAKE)):
+                found[f"{str(lower).removeprefix('torch.')}: {form}"] = observe(op, place, lower, form, regime)
+    return found
+
+
+def _takes(op: OpOverload, count: int) -> bool:
+    make = Maker("cpu", [torch.float32])
+    arguments(op, make)
+    return make.made >= count
+
+
+def rows(place: str) -> list[str]:
+    """Return the overloads that have a kernel at a device's Autocast key, ours included once one is installed."""
+    key = f"Autocast{device_of(place).upper()}"
+    return sorted(n for n in torch._C._dispatch_get_registrations_for_dispatch_key(key) if n.startswith("aten::"))
+
+
+def overload(name: str) -> OpOverload:
+    op, _, which = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, op), which or "default")
+
+
+def device_of(place: str) -> str:
+    return place.removeprefix(FAKE)
+
+
+def is_here(place: str) -> bool:
+    """Tell whether this machine has such a place."""
+    return place == "cpu" or place.startswith(FAKE) or bool(getattr(torch, place).is_available())
+
+
+@contextlib.contextmanager
+def torchs(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Switch torch's own autocast on, also for a device that isn't on this machine."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, dtype)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    places = [p for p in PLACES if is_here(p)]
+    found = {place: {n: observe_row(overload(n), place, torchs) for n in rows(place)} for place in places}
+    assert "mpamp" not in sys.modules
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
