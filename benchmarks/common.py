@@ -44,11 +44,11 @@ def use_torchs_kernels(device: torch.device) -> None:
         kernels.withdraw(device_state(device.type))
 
 
-def use_mpamps_kernels(device: torch.device) -> None:
-    """Put mpamp's kernels for the device's table into the dispatcher."""
+def use_mpamps_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    """Put mpamp's kernels for the device's own table and regions of ``dtype`` into the dispatcher."""
     if not kernels.installed(device.type):
         state = device_state(device.type)
-        kernels.install(state, state.table)
+        kernels.install(state, state.table, dtype)
 
 
 # -- Timing ------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def cases(device: str, dtype: torch.dtype) -> list[tuple[str, Variant | None, Va
 def main() -> None:
     options = parser(__doc__, threads=1).parse_args()
     start(options)
-    use_mpamps_kernels(options.device)
+    use_mpamps_kernels(options.device, DTYPES[options.dtype])
     found = cases(options.device.type, DTYPES[options.dtype])
     variants = [variant for _, *pair in found for variant in pair if variant is not None]
     turn_s = 0.0005 if options.quick else 0.02

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import TracebackType
@@ -42,7 +41,20 @@ is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 class _Spec:
     """What one set of arguments of ``autocast`` means; shared by all regions that have them."""
 
-    __slots__ = ("args", "device", "dtype", "enabled", "index", "is_quick", "key", "scope", "table", "type", "version", "watched")
+    __slots__ = (
+        "args",
+        "device",
+        "dtype",
+        "enabled",
+        "index",
+        "is_quick",
+        "key",
+        "scope",
+        "table",
+        "type",
+        "version",
+        "watched",
+    )
 
     def __init__(
         self, device: str | None, dtype: torch.dtype | None, enabled: bool, cache: bool, ops: Ops, persistent: bool

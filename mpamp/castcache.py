@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 __all__ = ["CacheInfo", "CastCache", "cache_info", "clear_cache", "is_weight"]
 
@@ -29,7 +30,7 @@ _KINDS: dict[type, str] = {torch.Tensor: "leaf", torch.nn.Parameter: "parameter"
 def _kind(cls: type) -> str:
     """Say which tensors of a class are weights: all ("parameter"), leaves ("leaf"), or none ("")."""
     has_own_dispatch = cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
-    is_lazy = issubclass(cls, torch.nn.parameter.UninitializedTensorMixin)
+    is_lazy = issubclass(cls, UninitializedTensorMixin)
     found = "parameter" if issubclass(cls, torch.nn.Parameter) and not has_own_dispatch and not is_lazy else ""
     _KINDS[cls] = found
     return found
@@ -133,7 +134,7 @@ class CastCache(threading.local):
 def _link(entry: _Entry, weight: Tensor) -> Tensor:
     graph = None if entry.graph is None else entry.graph()
     if graph is None:
-        graph = _Linked.apply(weight, entry.low)
+        graph = _Linked.apply(weight, entry.low)  # type: ignore[no-untyped-call]
         entry.graph = weakref.ref(graph)
     else:
         graph._fix_weakref()  # type: ignore[attr-defined]  # its Python object may belong to C++ by now

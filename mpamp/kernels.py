@@ -1,19 +1,12 @@
-"""A kernel per (op, Autocast key): built from the op's schema, installed when a table needs it, withdrawn on demand.
+"""Which ops need a kernel of ours at a device's Autocast key, and putting it there or taking it away.
 
-Where a table's row is what torch's own C++ kernel does, and no cast has to be kept, no kernel of ours is
-installed. One of ours does, for every call:
-
-    scope -> policy -> the arguments' dtype -> cast -> the op itself, with the Autocast key off
-
-The op is called from the top with its key off, as torch's own autocast kernels do: most ops of the tables
-are composite, and what they are made of must not be cast a second time.
+Where a table's row is what torch's own C++ kernel does, and no cast has to be kept, torch's kernel runs and
+ours is not installed. ``codegen`` builds the others.
 """
 
 from __future__ import annotations
 
 import hashlib
-import keyword
-import linecache
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -23,11 +16,12 @@ import torch
 from torch._ops import OpOverload
 
 from . import scope as _scope
-from .castcache import is_weight, watch_optimizers
-from .eligibility import find_overload, is_in_place
+from .castcache import watch_optimizers
+from .codegen import Nowhere, build
+from .eligibility import find_overload, overload_name
 from .oplists import load_table, table_names
-from .optable import APPEND_DTYPE, OpTable, Row
-from .policy import CASTABLE, CastPolicy, target_dtype
+from .optable import OpTable, Row
+from .policy import CastPolicy
 from .registry import DeviceState
 
 __all__ = ["install", "installed", "tag_compiler_caches", "withdraw"]
@@ -41,7 +35,6 @@ _CACHELESS = {
 _TORCH_ONLY = {"aten::_cudnn_rnn", "aten::miopen_rnn"}
 """Ops whose kernel in torch does more than cast: it lays the weights out anew."""
 _SAME_AS_TORCH = {CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP32_APPEND_DTYPE}
-_UNSET = object()
 
 _lock = threading.RLock()
 _installed: dict[str, dict[str, torch.library.Library]] = {}
@@ -151,6 +144,16 @@ def _install_one(device: DeviceState, name: str) -> None:
     _installed[device.type][name] = library
 
 
+def _native_kernel(device: DeviceState, op: OpOverload) -> Callable[..., Any]:
+    """Return torch's own kernel for an op that ours goes on top of."""
+    if hasattr(torch.library, "get_kernel"):
+        return torch.library.get_kernel(op, device.key_name).call_boxed
+    # Before torch 2.9 a kernel can't be had: follow the policy that torch's has.
+    row = _native_policy(device).get(overload_name(op), Row(None))
+    scope = _scope.Scope(OpTable.from_rows({overload_name(op): row}, name="native"), None)
+    return build(device, op, None, thread=Nowhere, resolve=lambda _: scope)
+
+
 def _register(library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str) -> None:
     try:
         library.impl(name, kernel, key, with_keyset=True, allow_override=True)
@@ -180,233 +183,3 @@ def tag_compiler_caches() -> None:
     digest = hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
     kept = str(config.cache_key_tag or "").partition("mpamp-")[0]
     config.cache_key_tag = f"{kept}mpamp-{digest}"
-
-
-# -- Building a kernel -------------------------------------------------------------------------------
-
-
-def _native_kernel(device: DeviceState, op: OpOverload) -> Callable[..., Any]:
-    """Return torch's own kernel for an op that ours goes on top of."""
-    name = f"{op._schema.name}.{op._schema.overload_name}".rstrip(".")
-    if hasattr(torch.library, "get_kernel"):
-        return torch.library.get_kernel(op, device.key_name).call_boxed  # type: ignore[no-any-return]
-    row = _native_policy(device).get(name)
-    return build(device, op, None, fixed=None if row is None else row.policy)
-
-
-_FAST = {
-    name: function
-    for name, function in {
-        "aten::linear": torch._C._nn.linear,
-        **{f"aten::{n}": getattr(torch, n) for n in "mm bmm addmm baddbmm addbmm matmul mv addmv prelu cat stack".split()},
-        **{f"aten::conv{n}d{o}": getattr(torch, f"conv{n}d") for n in (1, 2, 3) for o in ("", ".padding")},
-    }.items()
-}
-"""Bindings that reach the same overload sooner than ``torch.ops`` does."""
-
-
-def build(
-    device: DeviceState,
-    op: OpOverload,
-    native: Callable[..., Any] | None,
-    *,
-    fixed: CastPolicy | None | object = _UNSET,
-) -> Callable[..., Any]:
-    """Return the kernel of one op at a device's Autocast key.
-
-    Args:
-        device: The device whose key it will be installed at.
-        op: The overload.
-        native: The kernel that it goes on top of, called outside of regions; None where there is none.
-        fixed: A policy to follow whatever the scope, in place of ``native``.
-    """
-    schema = op._schema
-    name = f"{schema.name}.{schema.overload_name}".rstrip(".")
-    after = torch._C._dispatch_keyset_full_after(device.key)
-
-    def unlisted(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        return op.redispatch(keys & after, *args, **kwargs)
-
-    def torchs(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        return native(keys, *args, **kwargs)  # type: ignore[misc]
-
-    outside = unlisted if native is None else native
-    may_alias = any(r.alias_info is not None for r in schema.returns)
-    append = find_overload(APPEND_DTYPE[name]) if name in APPEND_DTYPE else None
-    fixed_scope = None if fixed is _UNSET else _scope.Scope(OpTable.from_rows({name: Row(fixed)}, name="torch"), None)  # type: ignore[arg-type]
-    resolve = _scope.resolve if fixed is _UNSET else lambda _: fixed_scope
-    cast = _caster(device, keep=not may_alias)
-    environment = {
-        "OP": name,
-        "TYPE": device.type,
-        "KEY": device.key,
-        "LOWER": CastPolicy.LOWER_PRECISION_FP,
-        "PROMOTE": CastPolicy.PROMOTE,
-        "SET_OPT": CastPolicy.FP32_SET_OPT_DTYPE,
-        "APPEND": CastPolicy.FP32_APPEND_DTYPE,
-        "FLOAT32": torch.float32,
-        "FLOAT64": torch.float64,
-        "CASTABLE": CASTABLE,
-        "device": device,
-        "INDEX": device.index,
-        "thread": _scope.THREAD if fixed is _UNSET else _NOWHERE,
-        "graph_task": _scope.graph_task,
-        "mode_depth": _scope.mode_depth,
-        "resolve": resolve,
-        "outside": outside,
-        "absent": _absent(name, native, torchs, unlisted),
-        "unlisted": unlisted,
-        "get_dtype": torch.get_autocast_dtype,
-        "target_of": _target_of(device, name),
-        "cast": cast,
-        "cast_all": lambda tensors, target, scope: [t if t is None else cast(t, target, scope) for t in tensors],
-        "set_excluded": torch._C._dispatch_tls_set_dispatch_key_excluded,
-        "call": _FAST.get(name, op._op),
-        "call_append": None if append is None else append._op,
-        **{f"D{i}": a.default_value for i, a in enumerate(schema.arguments) if a.has_default_value()},
-    }
-    source = kernel_source(op)
-    file = f"<mpamp kernel {device.type} {name}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    exec(compile(source, file, "exec"), environment)
-    return environment["kernel"]  # type: ignore[no-any-return]
-
-
-class _Nowhere:
-    """A thread without regions, for kernels that follow one fixed policy."""
-
-    state = _scope.ThreadState()
-
-
-_NOWHERE = _Nowhere()
-
-
-def _absent(
-    name: str, native: Callable[..., Any] | None, torchs: Callable[..., Any], unlisted: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return what runs in a scope whose table gives the op no policy."""
-    if native is None:
-        return lambda scope, *args, **kwargs: unlisted(*args, **kwargs)
-    return lambda scope, *args, **kwargs: (torchs if name in scope.table else unlisted)(*args, **kwargs)
-
-
-def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | None]:
-    on_device = device.backend.tensor_check()
-
-    def target_of(policy: CastPolicy | None, lower: torch.dtype, tensors: Iterable[Any]) -> torch.dtype | None:
-        flat = [t for item in tensors for t in (item if isinstance(item, list | tuple) else (item,)) if t is not None]
-        if any(t.dtype is torch.float64 for t in flat):
-            return None
-        dtypes = [t.dtype for t in flat if t.dtype in CASTABLE and on_device(t)]
-        return target_dtype(policy, name, lower, dtypes)
-
-    return target_of
-
-
-def _caster(device: DeviceState, *, keep: bool) -> Callable[..., Any]:
-    """Return the function that casts one argument, from the cache where it is a weight."""
-    on_device, capturing = device.backend.tensor_check(), device.backend.capture_check()
-    is_tracing = torch._C._is_tracing
-    functorch = torch._C._functorch.peek_interpreter_stack
-
-    def cast(tensor: torch.Tensor, target: torch.dtype, scope: _scope.Scope) -> torch.Tensor:
-        cache = scope.cache
-        if keep and cache is not None and not is_tracing() and functorch() is None:
-            if capturing is None or not capturing():
-                kept = cache.find(tensor, target)
-                if kept is not None:
-                    return kept
-                if is_weight(tensor) and on_device(tensor):
-                    return cache.add(tensor, target)
-        if tensor.dtype is target or tensor.dtype not in CASTABLE or not on_device(tensor):
-            return tensor
-        return tensor.to(target)
-
-    return cast
-
-
-def kernel_source(op: OpOverload) -> str:
-    """Return the Python source of an op's kernel, specialised on its schema.
-
-    Example:
-        >>> print(kernel_source(torch.ops.aten.mm.default).splitlines()[0])
-        def kernel(_keys, a0, a1):
-    """
-    arguments = list(op._schema.arguments)
-    names = [a.name if a.kwarg_only and not keyword.iskeyword(a.name) else f"a{i}" for i, a in enumerate(arguments)]
-    default = {i: f"=D{i}" if a.has_default_value() else "" for i, a in enumerate(arguments)}
-    positional = [i for i, a in enumerate(arguments) if not a.kwarg_only]
-    keywords = [i for i, a in enumerate(arguments) if a.kwarg_only]
-    head = ["_keys", *(names[i] + default[i] for i in positional)]
-    head += ["*", *(names[i] + default[i] for i in keywords)] if keywords else []
-    passed = ", ".join([*(names[i] for i in positional), *(f"{arguments[i].name}={names[i]}" for i in keywords)])
-    tensors = [(names[i], str(a.type)) for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
-    body = _in_place_body(tensors) if is_in_place(op) else _body(op, names, tensors, passed)
-    return f"""\
-def kernel({", ".join(head)}):
-    _scope = thread.state.scopes[INDEX]
-    if _scope is None or graph_task() != _scope.task or mode_depth():
-        _scope = resolve(device)
-        if _scope is None:
-            return outside(_keys, {passed})
-    _lower = get_dtype(TYPE)
-    _policy = _scope.rules[_lower].get(OP)
-    if _policy is None:
-        return absent(_scope, _keys, {passed})
-{body}
-    set_excluded(KEY, True)
-    try:
-        return call({passed})
-    finally:
-        set_excluded(KEY, False)
-"""
-
-
-def _body(op: OpOverload, names: list[str], tensors: list[tuple[str, str]], passed: str) -> str:
-    lines = []
-    single = [n for n, kind in tensors if "List" not in kind and "[]" not in kind]
-    may_be_none = {n for n, kind in tensors if kind.startswith("Optional")}
-    dtypes = [f"{n}.dtype" if n not in may_be_none else f"({n} is not None and {n}.dtype)" for n in single]
-    everything = ", ".join(n for n, _ in tensors) + ","
-    if len(single) == len(tensors):
-        has_double = " or ".join(f"{d} is FLOAT64" for d in dtypes)
-        lines += ["if _policy is LOWER:", f"    _target = None if {has_double} else _lower"]
-        lines += ["else:", f"    _target = target_of(_policy, _lower, ({everything}))"]
-    else:
-        lines += [f"_target = target_of(_policy, _lower, ({everything}))"]
-    lines += ["if _target is not None:"]
-    for name, kind in tensors:
-        is_list = name not in single
-        guard = f"{name} is not None" if name in may_be_none else "True"
-        test = guard if is_list else f"{name}.dtype is not _target"
-        test = test if guard == "True" or is_list else f"{guard} and {test}"
-        lines += [f"    if {test}:", f"        {name} = {'cast_all' if is_list else 'cast'}({name}, _target, _scope)"]
-    lines += _dtype_lines(op, names, tensors[0][0], passed)
-    return "\n".join("    " + line for line in lines)
-
-
-def _dtype_lines(op: OpOverload, names: list[str], first: str, passed: str) -> list[str]:
-    name = f"{op._schema.name}.{op._schema.overload_name}"
-    is_castable = f"{first}.dtype in CASTABLE"
-    if name in APPEND_DTYPE:
-        return [
-            f"if _policy is APPEND and {is_castable}:",
-            "    set_excluded(KEY, True)",
-            "    try:",
-            f"        return call_append({passed}, dtype=FLOAT32)",
-            "    finally:",
-            "        set_excluded(KEY, False)",
-        ]
-    own = next((n for n, a in zip(names, op._schema.arguments, strict=True) if a.name == "dtype"), None)
-    if own is None:
-        return []
-    return [f"if _policy is SET_OPT and {own} is None and {is_castable}:", f"    {own} = FLOAT32"]
-
-
-def _in_place_body(tensors: list[tuple[str, str]]) -> str:
-    (written, _), *others = tensors
-    lines = [f"_target = {written}.dtype", "if _policy is PROMOTE and _target in CASTABLE:"]
-    for name, kind in others:
-        is_list = "List" in kind or "[]" in kind
-        lines += [f"    if {name} is not None:", f"        {name} = {'cast_all' if is_list else 'cast'}({name}, _target, _scope)"]
-    return "\n".join("    " + line for line in [*lines, "    pass"])

@@ -212,8 +212,8 @@ class OpTable(Mapping[str, Row]):
         """Return the ops on which ``other`` differs from this table, in alphabetical order.
 
         Example:
-            >>> print(*OpTable({"mm": "fp32"}).diff(OpTable({"mm": "promote", "bmm": "fp32"})), sep="; ")
-            aten::bmm: - -> fp32; aten::mm: fp32 -> promote
+            >>> print(*OpTable({"gelu": "fp32"}).diff(OpTable({"gelu": "promote", "silu": "fp32"})), sep="; ")
+            aten::gelu: fp32 -> promote; aten::silu: - -> fp32
         """
         ops = sorted({*self._rows, *other._rows})
         pairs = ((op, self._rows.get(op), other._rows.get(op)) for op in ops)

@@ -11,15 +11,9 @@ from .errors import BannedOpError, UnknownPolicyError, nearest
 
 __all__ = ["CASTABLE", "CastPolicy", "target_dtype"]
 
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 CASTABLE: frozenset[torch.dtype] = frozenset(
-    dtype
-    for dtype in (
-        getattr(torch, name, None)
-        for name in (
-            "float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz".split()
-        )
-    )
-    if dtype is not None
+    getattr(torch, name) for name in ("float32", "float16", "bfloat16", *_FLOAT8) if hasattr(torch, name)
 )
 """Dtypes that autocast may change: the floating ones other than float64."""
 

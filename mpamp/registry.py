@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
-from . import scope as _scope
 from .backends.base import Backend
 from .eligibility import find_overload
 from .errors import OpTableError, PluginConflictError

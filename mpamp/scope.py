@@ -19,16 +19,28 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.fx.traceback as fx_traceback
 from torch._C import DispatchKey
 
 from .castcache import REGION_CACHE, CastCache
 from .errors import RegionError
+from .optable import OpTable
+from .policy import CastPolicy
 
 if TYPE_CHECKING:
-    from .optable import OpTable
     from .registry import DeviceState
 
-__all__ = ["DEFAULT_MARK", "NO_MARK", "THREAD", "Scope", "compose_mark", "mark_contexts", "read_mark", "resolve", "write_mark"]
+__all__ = [
+    "DEFAULT_MARK",
+    "NO_MARK",
+    "THREAD",
+    "Scope",
+    "compose_mark",
+    "mark_contexts",
+    "read_mark",
+    "resolve",
+    "write_mark",
+]
 
 NO_MARK = -1
 """Not inside a region, as far as torch's state tells."""
@@ -144,7 +156,7 @@ def read_mark() -> int:
     """Return the mark in the calling thread's autocast state."""
     if _is_excluded(FIRST_KEY):
         return NO_MARK
-    state = [_get_dtype(CARRIERS[0])]
+    state: list[torch.dtype | None] = [_get_dtype(CARRIERS[0])]
     state += [None if _is_excluded(k) else _get_dtype(name) for k, name in zip(_KEYS[1:], CARRIERS[1:], strict=True)]
     return _MARKS.get(tuple(state), DEFAULT_MARK)
 
@@ -183,7 +195,7 @@ def mark_contexts(mark: int) -> list[tuple[str, torch.dtype]]:
 
 # -- Regions that autograd nodes were made in --------------------------------------------------------
 
-sequence_nr = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+sequence_nr = torch._C._autograd._get_sequence_nr
 
 
 class Span:
@@ -231,11 +243,36 @@ def _table_of_node(device: DeviceState) -> OpTable | None:
 # -- Finding the scope -------------------------------------------------------------------------------
 
 
+class _RunAsCalled(dict["torch.dtype", "_RunAsCalled"]):
+    """Rules under which every op runs as called."""
+
+    def __missing__(self, dtype: torch.dtype) -> _RunAsCalled:
+        return self
+
+    def get(self, op: Any, default: Any = None) -> Any:
+        return CastPolicy.FALLTHROUGH
+
+
+class _BackwardScope(Scope):
+    def __init__(self) -> None:
+        super().__init__(OpTable.from_rows({}, name="backward"), None)
+        self.rules = _RunAsCalled()  # type: ignore[assignment]
+
+
+_BACKWARD = _BackwardScope()
+
+
+def _traces_backward() -> bool:
+    """Tell whether AOTAutograd is tracing a backward pass, whose formulas eager autograd would not autocast."""
+    return fx_traceback.current_meta.get("partitioner_tag") == "is_backward"
+
+
 def resolve(device: DeviceState) -> Scope | None:
     """Return the scope of a call where the thread's own doesn't settle it, or None outside every region."""
     scope = THREAD.state.scopes[device.index]
-    task = graph_task()
-    mark = read_mark()
+    task, mark = graph_task(), read_mark()
+    if mode_depth() and (scope is not None or mark != NO_MARK) and _traces_backward():
+        return _BACKWARD
     if scope is not None and scope.task == task:
         if mark != scope.mark and mark != NO_MARK:  # a region inside a program being compiled
             return Scope(table_of_mark(mark, device), None, mark, task)

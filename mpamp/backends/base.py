@@ -38,6 +38,9 @@ class Backend:
     watched_modules: tuple[str, ...] = ()
     """Modules that register Autocast kernels of their own when imported."""
 
+    replaces_builtin: bool = False
+    """Whether a plugin's backend means to stand in for mpamp's own of the same device."""
+
     def is_available(self) -> bool:
         """Tell whether this machine has such a device; must not create a context on it."""
         module = getattr(torch, self.device_type, None)

@@ -25,9 +25,7 @@ _SHORT_DTYPE_NAMES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 @click.command()
 @click.option("--device", "device_name", help="Where to train, e.g. cuda or xpu:1.  [default: the best here]")
 @click.option("--dtype", "dtype_name", help="The lower precision.  [default: the device's own]")
-@click.option(
-    "--epochs", type=click.IntRange(min=1), default=10, show_default=True, help="Passes over the data."
-)
+@click.option("--epochs", type=click.IntRange(min=1), default=10, show_default=True, help="Passes over the data.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),

@@ -7,10 +7,10 @@ import importlib
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pluggy
 import torch
@@ -52,9 +52,8 @@ class PluginManager:
         self.infos: dict[int, PluginInfo] = {i: _info(point) for i, point in enumerate(self._points)}
         blocked, allowed = _names("MPAMP_DISABLE_PLUGINS"), _names("MPAMP_LOAD_PLUGINS")
         for info in self.infos.values():
-            if info.name in blocked or info.distribution in blocked or "*" in blocked:
-                info.status = "blocked"
-            elif allowed and info.name not in allowed and info.distribution not in allowed:
+            names = {info.name, info.distribution}
+            if names & blocked or "*" in blocked or (allowed and not names & allowed):
                 info.status = "blocked"
 
     def backend(self, device_type: str) -> Backend:
@@ -117,7 +116,9 @@ class PluginManager:
         except Exception as error:
             info.status, info.error = "failed", error
             if os.environ.get("MPAMP_STRICT_PLUGINS") == "1":
-                raise PluginLoadError(f"plugin {info.name!r} of {info.distribution} failed to load: {error!r}") from error
+                raise PluginLoadError(
+                    f"plugin {info.name!r} of {info.distribution} failed to load: {error!r}"
+                ) from error
             warnings.warn(
                 f"plugin {info.name!r} of {info.distribution} {info.version} failed to load and is left out: {error!r}",
                 MpampWarning,
@@ -127,26 +128,32 @@ class PluginManager:
     def _register(self, module: ModuleType | object, name: str, distribution: str) -> None:
         self._pm.register(module, name)
         self._pm.check_pending()
-        results = getattr(module, "mpamp_backends", list)()
-        for backend in results or []:
+        bring: Callable[[], list[Backend] | None] = getattr(module, "mpamp_backends", list)
+        for backend in bring() or []:
             if not isinstance(backend, Backend):
                 self._pm.unregister(name=name)
                 raise TypeError(f"mpamp_backends of {name} returned {backend!r}, not a mpamp.backends.base.Backend")
-            owner = self._backends.get(backend.device_type)
-            if owner is None:
-                self._backends[backend.device_type] = (backend, distribution)
-            elif distribution != "mpamp":
-                self._pm.unregister(name=name)
-                raise PluginConflictError(
-                    f"device {backend.device_type!r} is claimed by both {owner[1]} and {distribution}; uninstall one, "
-                    "or block one by MPAMP_DISABLE_PLUGINS."
-                )
+            self._claim(backend, name, distribution)
+
+    def _claim(self, backend: Backend, name: str, distribution: str) -> None:
+        device, owner = backend.device_type, self._backends.get(backend.device_type)
+        replaces = device in BUILTIN and distribution != "mpamp"
+        if owner is None and (not replaces or backend.replaces_builtin):
+            self._backends[device] = (backend, distribution)
+        elif distribution != "mpamp":
+            self._pm.unregister(name=name)
+            other = "mpamp" if owner is None else owner[1]
+            raise PluginConflictError(
+                f"device {device!r} is claimed by both {other} and {distribution}; uninstall one, or block one by "
+                "MPAMP_DISABLE_PLUGINS. A backend that means to replace mpamp's own sets replaces_builtin = True."
+            )
 
     def op_rules(self, device_type: str, dtypes: Iterable[torch.dtype]) -> dict[str, OpTable]:
         """Return the rules that loaded plugins bring for a device, by plugin name."""
         found: dict[str, OpTable] = {}
         for impl in self._pm.hook.mpamp_op_rules.get_hookimpls():
-            by_dtype = {d: impl.function(device_type=device_type, dtype=d) or {} for d in dtypes}
+            rules = cast(Callable[..., Mapping[str, Any] | None], impl.function)
+            by_dtype = {d: rules(device_type=device_type, dtype=d) or {} for d in dtypes}
             ops = sorted({op for rules in by_dtype.values() for op in rules})
             merged = {op: {d: r[op] for d, r in by_dtype.items() if op in r} for op in ops}
             if merged:
@@ -198,5 +205,3 @@ def _is_device_type(name: str) -> bool:
 def manager() -> PluginManager:
     """Return this process's plugin manager."""
     return PluginManager()
-
-

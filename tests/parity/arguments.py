@@ -168,6 +168,7 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "linalg_matrix_rank.atol_rtol_tensor": lambda t: call(t(4, 4), atol=t(1), rtol=t(1)),
     "linalg_matrix_rank.tol_tensor": lambda t: call(t(4, 4), t(1)),
     "linalg_multi_dot": lambda t: call([t(2, 3), t(3, 4), t(4, 5)]),
+    "linalg_tensorsolve": lambda t: call(t(4, 4), t(4)),
     "linalg_tensorinv": lambda t: call(t(4, 4), 1),
     "linear": lambda t: call(t(2, 4), t(3, 4), t(3)),
     "log_softmax.Dimname": _named("a"),

@@ -1,13 +1,14 @@
 """What one call did under autocast: the ops that it came down to, their dtypes, and the dtypes that came out.
 
-``python -m tests.parity.observe`` prints that for torch's own autocast, from a process that never
-imports mpamp.
+``python -m tests.parity.observe`` prints that, for every row of torch's native tables, under torch's own
+autocast before mpamp is imported, in mpamp's regions, under torch's autocast again, and under none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ PLACES = ("cpu", "fake cuda", "fake xpu", "cuda")
 """Where calls are made: on a device, or on fake tensors of one, for which no card is needed."""
 Observation = dict[str, Any]
 Regime = Callable[[str, torch.dtype], contextlib.AbstractContextManager[Any]]
-_MOVES = ("_to_copy", "to", "detach", "alias")
+_MOVES = ("aten::_to_copy", "aten::to", "aten::detach", "aten::alias", "prim::device")
 
 
 class Recorder(TorchDispatchMode):
@@ -38,7 +39,7 @@ class Recorder(TorchDispatchMode):
         self.ops: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.removeprefix("aten::") not in _MOVES:
+        if func._schema.name not in _MOVES:
             self.ops.append(f"{func}({dtypes_of((args, kwargs))})")
         return func(*args, **(kwargs or {}))
 
@@ -136,11 +137,48 @@ def torchs(device: str, dtype: torch.dtype) -> Iterator[None]:
         torch.set_autocast_dtype(device, before[1])
 
 
+@contextlib.contextmanager
+def none(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """No autocast at all."""
+    yield
+
+
+@contextlib.contextmanager
+def stand_ins() -> Iterator[None]:
+    """Put a stand-in below autocast for the one op that looks for its device's library before it does anything."""
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rest: Any) -> torch.Tensor:
+        return query + key + value
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", attention, "CompositeImplicitAutograd")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def observe_all(regime: Regime, only: dict[str, list[str]]) -> dict[str, dict[str, dict[str, Observation]]]:
+    """Return the observations of every row in ``only``, by place and overload."""
+    found = {}
+    for place, names in only.items():
+        with stand_ins() if place == "fake xpu" else contextlib.nullcontext():
+            found[place] = {name: observe_row(overload(name), place, regime) for name in names}
+    return found
+
+
 def main() -> None:
+    """Write what torch's autocast does to one file; then, with mpamp imported, what it and its absence do."""
     torch.set_num_threads(1)
-    places = [p for p in PLACES if is_here(p)]
-    found = {place: {n: observe_row(overload(n), place, torchs) for n in rows(place)} for place in places}
+    logging.disable()  # fake tensors log every error
+    only = {place: rows(place) for place in PLACES if is_here(place)}
+    found = {"torch": observe_all(torchs, only)}
     assert "mpamp" not in sys.modules
+    import mpamp
+
+    found["mpamp"] = observe_all(mpamp.autocast, only)
+    found["torch, outside"] = observe_all(torchs, only)
+    found["none"] = observe_all(none, only)
     json.dump(found, sys.stdout)
 
 

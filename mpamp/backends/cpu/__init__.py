@@ -34,7 +34,7 @@ class CpuBackend(Backend):
         if not slow:
             return table
         # nn.LSTM goes to a oneDNN primitive that exists only where the processor has the dtype's units.
-        rule = {"default": "lower_precision_fp", **slow}
+        rule = {"default": "lower_precision_fp", **{str(dtype): policy for dtype, policy in slow.items()}}
         return table.override({"mkldnn_rnn_layer": rule}, source="this processor", name=table.name)
 
 

@@ -1,0 +1,245 @@
+"""Builds a kernel from an op's schema: no generic loop over arguments, one straight path a call.
+
+    scope -> policy -> the arguments' dtype -> cast -> the op itself, with the Autocast key off
+
+The op is called from the top with its key off, as torch's own autocast kernels do: most ops of the tables
+are composite, and what they are made of must not be cast a second time.
+"""
+
+from __future__ import annotations
+
+import keyword
+import linecache
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._ops import OpOverload
+
+from . import scope as _scope
+from .castcache import is_weight
+from .eligibility import find_overload, is_in_place, overload_name
+from .optable import APPEND_DTYPE
+from .policy import CASTABLE, CastPolicy, target_dtype
+
+if TYPE_CHECKING:
+    from .registry import DeviceState
+
+__all__ = ["build", "kernel_source"]
+
+_TORCH = "mm bmm addmm baddbmm addbmm matmul mv addmv prelu cat stack"
+_FAST: dict[str, Callable[..., Any]] = {
+    "aten::linear": torch._C._nn.linear,
+    **{f"aten::{name}": getattr(torch, name) for name in _TORCH.split(" ")},
+    **{f"aten::conv{n}d{overload}": getattr(torch, f"conv{n}d") for n in (1, 2, 3) for overload in ("", ".padding")},
+}
+"""Bindings that reach the same overload sooner than ``torch.ops`` does."""
+
+Resolve = Callable[["DeviceState"], "_scope.Scope | None"]
+
+
+class Nowhere:
+    """Stands for a thread without open regions, so that ``resolve`` alone gives a kernel its scope."""
+
+    state = _scope.ThreadState()
+
+
+def build(
+    device: DeviceState,
+    op: OpOverload,
+    native: Callable[..., Any] | None,
+    *,
+    thread: Any = _scope.THREAD,
+    resolve: Resolve = _scope.resolve,
+) -> Callable[..., Any]:
+    """Return the kernel of one op at a device's Autocast key.
+
+    Args:
+        device: The device whose key it will be installed at.
+        op: The overload.
+        native: The kernel that it goes on top of, called outside of regions; None where there is none.
+        thread: Where the kernel looks for the scope first.
+        resolve: What it asks where that doesn't settle it.
+    """
+    arguments, name = op._schema.arguments, overload_name(op)
+    unlisted = _unlisted(device, op)
+    cast = _caster(device, keep=all(r.alias_info is None for r in op._schema.returns))
+    append = find_overload(APPEND_DTYPE[name]) if name in APPEND_DTYPE else None
+    environment: dict[str, Any] = {
+        "OP": name,
+        "TYPE": device.type,
+        "KEY": device.key,
+        "INDEX": device.index,
+        "device": device,
+        "LOWER": CastPolicy.LOWER_PRECISION_FP,
+        "PROMOTE": CastPolicy.PROMOTE,
+        "SET_OPT": CastPolicy.FP32_SET_OPT_DTYPE,
+        "APPEND": CastPolicy.FP32_APPEND_DTYPE,
+        "FLOAT32": torch.float32,
+        "FLOAT64": torch.float64,
+        "CASTABLE": CASTABLE,
+        **{f"D{i}": a.default_value for i, a in enumerate(arguments) if a.has_default_value()},
+        "thread": thread,
+        "resolve": resolve,
+        "graph_task": _scope.graph_task,
+        "mode_depth": _scope.mode_depth,
+        "get_dtype": torch.get_autocast_dtype,
+        "set_excluded": torch._C._dispatch_tls_set_dispatch_key_excluded,
+        "target_of": _target_of(device, name),
+        "cast": cast,
+        "cast_all": lambda tensors, target, scope: [t if t is None else cast(t, target, scope) for t in tensors],
+        "outside": unlisted if native is None else native,
+        "absent": _absent(name, native, unlisted),
+        "call": _FAST.get(name, op._op),
+        "call_append": None if append is None else append._op,
+    }
+    source, file = kernel_source(op), f"<mpamp kernel {device.type} {name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    exec(compile(source, file, "exec"), environment)
+    return environment["kernel"]  # type: ignore[no-any-return]
+
+
+def _unlisted(device: DeviceState, op: OpOverload) -> Callable[..., Any]:
+    """Return what runs an op as if its Autocast key had no kernel: what it is made of is autocast."""
+    after = torch._C._dispatch_keyset_full_after(device.key)
+    return lambda keys, *args, **kwargs: op.redispatch(keys & after, *args, **kwargs)
+
+
+def _absent(name: str, native: Callable[..., Any] | None, unlisted: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs in a scope whose table gives the op no policy: torch's kernel if it lists the op."""
+    if native is None:
+        return lambda scope, *args, **kwargs: unlisted(*args, **kwargs)
+    return lambda scope, *args, **kwargs: (native if name in scope.table else unlisted)(*args, **kwargs)
+
+
+def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | None]:
+    on_device = device.backend.tensor_check()
+
+    def target_of(policy: CastPolicy | None, lower: torch.dtype, tensors: Iterable[Any]) -> torch.dtype | None:
+        flat = [t for item in tensors for t in (item if isinstance(item, list | tuple) else (item,)) if t is not None]
+        if any(t.dtype is torch.float64 for t in flat):
+            return None
+        dtypes = [t.dtype for t in flat if t.dtype in CASTABLE and on_device(t)]
+        return target_dtype(policy, name, lower, dtypes)
+
+    return target_of
+
+
+def _caster(device: DeviceState, *, keep: bool) -> Callable[[torch.Tensor, torch.dtype, _scope.Scope], torch.Tensor]:
+    """Return the function that casts one argument, or finds the kept cast of a weight.
+
+    ``keep`` is False for ops that may return an argument itself: a kept cast must not reach the user.
+    """
+    on_device, capturing = device.backend.tensor_check(), device.backend.capture_check()
+    is_tracing = torch._C._is_tracing
+    functorch = torch._C._functorch.peek_interpreter_stack
+
+    def may_keep(scope: _scope.Scope) -> bool:
+        if scope.cache is None or is_tracing() or functorch() is not None:
+            return False
+        return capturing is None or not capturing()
+
+    def cast(tensor: torch.Tensor, target: torch.dtype, scope: _scope.Scope) -> torch.Tensor:
+        cache = scope.cache
+        if keep and cache is not None and may_keep(scope):
+            kept = cache.find(tensor, target)
+            if kept is not None:
+                return kept
+            if is_weight(tensor) and tensor.dtype is not target and on_device(tensor):
+                return cache.add(tensor, target)
+        if tensor.dtype is target or tensor.dtype not in CASTABLE or not on_device(tensor):
+            return tensor
+        return tensor.to(target)
+
+    return cast
+
+
+def kernel_source(op: OpOverload) -> str:
+    """Return the Python source of an op's kernel, specialised on its schema.
+
+    Names of its own start with an underscore, for keyword arguments keep theirs.
+
+    Example:
+        >>> print(kernel_source(torch.ops.aten.mm.default).splitlines()[0])
+        def kernel(_keys, a0, a1):
+    """
+    arguments = list(enumerate(op._schema.arguments))
+    names = [a.name if a.kwarg_only and not keyword.iskeyword(a.name) else f"a{i}" for i, a in arguments]
+    signed = [names[i] + (f"=D{i}" if a.has_default_value() else "") for i, a in arguments]
+    positional, keywords = [i for i, a in arguments if not a.kwarg_only], [i for i, a in arguments if a.kwarg_only]
+    head = ["_keys", *(signed[i] for i in positional), *(["*"] if keywords else []), *(signed[i] for i in keywords)]
+    passed = ", ".join([*(names[i] for i in positional), *(f"{arguments[i][1].name}={names[i]}" for i in keywords)])
+    tensors = [(names[i], str(a.type)) for i, a in arguments if "Tensor" in str(a.type)]
+    body = _in_place_body(tensors) if is_in_place(op) else [*_body(tensors), *_dtype_lines(op, names, tensors, passed)]
+    lines = "\n".join("    " + line for line in body)
+    return f"""\
+def kernel({", ".join(head)}):
+    _scope = thread.state.scopes[INDEX]
+    if _scope is None or graph_task() != _scope.task or mode_depth():
+        _scope = resolve(device)
+        if _scope is None:
+            return outside(_keys, {passed})
+    _lower = get_dtype(TYPE)
+    _policy = _scope.rules[_lower].get(OP)
+    if _policy is None:
+        return absent(_scope, _keys, {passed})
+{lines}
+    set_excluded(KEY, True)
+    try:
+        return call({passed})
+    finally:
+        set_excluded(KEY, False)
+"""
+
+
+def _body(tensors: list[tuple[str, str]]) -> list[str]:
+    """Return the lines that find the arguments' dtype and cast them to it."""
+    everything = ", ".join(name for name, _ in tensors) + ","
+    lines = [f"_target = target_of(_policy, _lower, ({everything}))"]
+    if not any(_is_list(kind) for _, kind in tensors):
+        doubles = [f"{_guard(name, kind)}{name}.dtype is FLOAT64" for name, kind in tensors]
+        lines = ["if _policy is LOWER:", f"    _target = None if {' or '.join(doubles)} else _lower"]
+        lines += ["else:", f"    _target = target_of(_policy, _lower, ({everything}))"]
+    lines += ["if _target is not None:"]
+    return [*lines, *(line for name, kind in tensors for line in _cast_lines(name, kind))]
+
+
+def _cast_lines(name: str, kind: str) -> list[str]:
+    is_needed = f"{name} is not None" if _is_list(kind) else f"{_guard(name, kind)}{name}.dtype is not _target"
+    return [
+        f"    if {is_needed}:",
+        f"        {name} = {'cast_all' if _is_list(kind) else 'cast'}({name}, _target, _scope)",
+    ]
+
+
+def _is_list(kind: str) -> bool:
+    return kind.startswith(("List", "Optional[List"))
+
+
+def _guard(name: str, kind: str) -> str:
+    return f"{name} is not None and " if kind.startswith("Optional") else ""
+
+
+def _dtype_lines(op: OpOverload, names: list[str], tensors: list[tuple[str, str]], passed: str) -> list[str]:
+    """Return the lines of the two policies that change the call's dtype argument instead."""
+    is_castable = f"{tensors[0][0]}.dtype in CASTABLE"
+    if overload_name(op) in APPEND_DTYPE:
+        return [
+            f"if _policy is APPEND and {is_castable}:",
+            "    set_excluded(KEY, True)",
+            "    try:",
+            f"        return call_append({passed}, dtype=FLOAT32)",
+            "    finally:",
+            "        set_excluded(KEY, False)",
+        ]
+    own = next((n for n, a in zip(names, op._schema.arguments, strict=True) if a.name == "dtype"), None)
+    if own is None or _is_list(tensors[0][1]):
+        return []
+    return [f"if _policy is SET_OPT and {own} is None and {is_castable}:", f"    {own} = FLOAT32"]
+
+
+def _in_place_body(tensors: list[tuple[str, str]]) -> list[str]:
+    """Return the lines that cast the other arguments to the dtype of the tensor written to."""
+    (written, _), *others = tensors
+    lines = [f"_target = {written}.dtype", "if _policy is PROMOTE and _target in CASTABLE:"]
+    return [*lines, *(line for name, kind in others for line in _cast_lines(name, kind))] if others else lines[:1]

@@ -1,0 +1,117 @@
+"""Where a region differs from torch's autocast by design; docs/differences.md has the same rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+EVERY_GPU = ("cuda", "xpu")
+ANYWHERE = ("cpu", *EVERY_GPU)
+BOTH = (torch.bfloat16, torch.float16)
+MIXED_DOUBLE = ("float64, float32", "float32, float64", "float64, lower")
+SINGLE = ("float32", "parameters", "lower", "float32, lower", "lower, float32", "other", "lower, other")
+
+
+def _without_lstm_primitive() -> tuple[torch.dtype, ...]:
+    checks = {"_is_mkldnn_bf16_supported": torch.bfloat16, "_is_mkldnn_fp16_supported": torch.float16}
+    return tuple(dtype for name, dtype in checks.items() if not getattr(torch.ops.mkldnn, name)())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Calls that a region serves otherwise than torch does."""
+
+    rows: str
+    """One op, or a policy: all rows of torch's native table that have it."""
+    devices: tuple[str, ...]
+    forms: tuple[str, ...]
+    """Of the forms in observe.py, those that differ."""
+    becomes: Literal["as called", "in float32"]
+    """What a region does: what happens with no autocast at all, in the same dtypes or in float32."""
+    torch: str
+    mpamp: str
+    why: str
+    lower: tuple[torch.dtype, ...] = BOTH
+    but: tuple[str, ...] = ()
+    """Rows of the policy that torch's own kernels serve in a region."""
+
+    def covers(self, op: str, policy: str, device: str, lower: torch.dtype, form: str) -> bool:
+        """Tell whether a call of one row in one form is among these."""
+        is_row = self.rows in (policy, op.removeprefix("aten::")) and op.removeprefix("aten::") not in self.but
+        return is_row and device in self.devices and lower in self.lower and form in self.forms
+
+    def as_markdown(self) -> str:
+        op = f"every `{self.rows}` row" if self.rows.startswith(("lower", "promote")) else f"`{self.rows}`"
+        op += " but " + ", ".join(f"`{name}`" for name in self.but) if self.but else ""
+        return f"| {op} | {', '.join(self.devices)} | {self.torch} | {self.mpamp} | {self.why} |"
+
+
+DIFFERENCES = [
+    Difference(
+        "lower_precision_fp",
+        ANYWHERE,
+        MIXED_DOUBLE,
+        "as called",
+        "casts the other arguments and leaves the float64 ones: most ops then raise on the mix",
+        "a call with any float64 argument runs as it was called",
+        "float64 in a call is asked for; half a cast only adds a second dtype to the error",
+        but=("scaled_dot_product_attention", "_scaled_dot_product_flash_attention", "linalg_vecdot"),
+    ),
+    Difference(
+        "promote",
+        ANYWHERE,
+        ("other",),
+        "as called",
+        "raises `Unexpected floating ScalarType` on a 16-bit dtype that isn't the region's",
+        "inputs of one dtype run as they are",
+        "there is nothing to promote",
+    ),
+    Difference(
+        "promote",
+        ANYWHERE,
+        ("lower, other",),
+        "in float32",
+        "raises `Unexpected floating ScalarType` on bfloat16 with float16",
+        "two different 16-bit dtypes meet in float32",
+        "float32 is the narrowest dtype that holds both",
+    ),
+    Difference(
+        "binary_cross_entropy",
+        ("cuda",),
+        ("float32", "parameters", "float64", *MIXED_DOUBLE),
+        "as called",
+        "raises whatever it is called with",
+        "raises on lower-precision arguments only; float32 and float64 run",
+        "the ban is there for gradients that overflow in lower precision; float32 ones don't",
+    ),
+    Difference(
+        "binary_cross_entropy",
+        ("xpu",),
+        SINGLE,
+        "in float32",
+        "raises whatever it is called with",
+        "runs in float32",
+        "Intel's documented list has it as float32",
+    ),
+    Difference(
+        "binary_cross_entropy",
+        ("xpu",),
+        ("float64", *MIXED_DOUBLE),
+        "as called",
+        "raises whatever it is called with",
+        "a call with any float64 argument runs as it was called",
+        "as for every row that a kernel of mpamp's serves",
+    ),
+    Difference(
+        "mkldnn_rnn_layer",
+        ("cpu",),
+        SINGLE,
+        "in float32",
+        "raises `could not create a primitive descriptor` (`nn.LSTM`) where the processor lacks units for the dtype",
+        "runs in float32 there",
+        "a model with an LSTM should run on every processor",
+        lower=_without_lstm_primitive(),
+    ),
+]
