@@ -330,7 +330,7 @@ def parser(description: str | None, *, threads: int | None = None) -> argparse.A
 def start(options: argparse.Namespace) -> None:
     """Apply the common options and print what the benchmark runs on."""
     if options.quick:
-        options.rounds = min(options.rounds, 3)
+        options.rounds, options.threads = min(options.rounds, 3), options.threads or 1
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ from .errors import (
 from .optable import OpTable
 from .policy import CastPolicy
 from .registry import get_backend, get_op_table, set_op_rules
+from .threads import inherit_regions
 
 __all__ = [
     "Backend",
@@ -44,5 +45,6 @@ __all__ = [
     "clear_cache",
     "get_backend",
     "get_op_table",
+    "inherit_regions",
     "set_op_rules",
 ]

@@ -6,6 +6,7 @@ ours is not installed. ``codegen`` builds the others.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import warnings
@@ -23,6 +24,7 @@ from .oplists import load_table, table_names
 from .optable import OpTable, Row
 from .policy import CastPolicy
 from .registry import DeviceState
+from .threads import serve_data_parallel
 
 __all__ = ["install", "installed", "tag_compiler_caches", "withdraw"]
 
@@ -89,8 +91,7 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> None:
     Where a module that registers Autocast kernels of its own has been imported since, ours go on top again.
     """
     with _lock:
-        if not _installed:
-            watch_optimizers()
+        _prepare_once()
         if device.type not in _installed:
             device.backend.prepare()
             _installed[device.type], _overridden[device.type] = {}, set()
@@ -103,6 +104,12 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> None:
                     _install_one(device, op)
             _planned.add((device.type, table, dtype))
             tag_compiler_caches()
+
+
+@functools.cache
+def _prepare_once() -> None:
+    watch_optimizers()
+    serve_data_parallel()
 
 
 def _reinstall(device: DeviceState) -> None:
