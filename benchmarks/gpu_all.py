@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ ROOT = HERE.parent
 TAIL = 6000
 """The characters of each part's output that the report keeps."""
 PACKAGES = "pluggy packaging click rich sklearn matplotlib pytest hypothesis numpy torchvision transformers".split()
+_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Part:
         command: The arguments of the Python interpreter.
         limit_s: Its time limit.
         needs: The packages without which it is not run.
+        makes: The file that it must have written.
         log: The file that its output goes to as a whole, where the report's tail is not enough.
     """
 
@@ -46,6 +49,7 @@ class Part:
     command: Sequence[str]
     limit_s: float
     needs: Sequence[str] = ()
+    makes: str | None = None
     log: str | None = None
 
 
@@ -54,13 +58,15 @@ def parts(out: Path, device: str, *, is_quick: bool) -> list[Part]:
     options = ["--device", device, *(["--quick"] if is_quick else [])]
 
     def benchmark(name: str, limit_s: float, *more: str) -> Part:
-        return Part(name, [str(HERE / f"{name}.py"), *options, *more, "--json", str(out / f"{name}.json")], limit_s)
+        made = f"{name}.json"
+        command = [str(HERE / f"{name}.py"), *options, *more, "--json", str(out / made)]
+        return Part(name, command, limit_s, makes=made)
 
     def demo(dtype: str) -> Part:
-        epochs = "1" if is_quick else "5"
-        command = ["-m", "mpamp.cli.main", "demo", "--device", device, "--dtype", dtype, "--epochs", epochs]
-        run = [*command, "--out", str(out / f"demo_{dtype}.png")]
-        return Part(f"demo_{dtype}", run, 45, ("click", "rich", "sklearn", "matplotlib"))
+        made, epochs = f"demo_{dtype}.png", "1" if is_quick else "5"
+        command = ["-c", "from mpamp.cli.main import main; main()", "demo", "--device", device, "--dtype", dtype]
+        command += ["--epochs", epochs, "--out", str(out / made)]
+        return Part(f"demo_{dtype}", command, 45, ("click", "rich", "sklearn", "matplotlib"), made)
 
     chosen = f"{device} or parity or accelerator"
     pytest = ["-m", "pytest", "tests", "-q", "-k", chosen, "--continue-on-collection-errors", "-p", "no:cacheprovider"]
@@ -71,7 +77,7 @@ def parts(out: Path, device: str, *, is_quick: bool) -> list[Part]:
         demo("fp16"),
         demo("bf16"),
         benchmark("models", 150, "--budget-s", "120"),
-        Part("tests", pytest, 160, ("pytest",), "tests.log"),
+        Part("tests", pytest, 160, ("pytest",), log="tests.log"),
     ]
 
 
@@ -102,6 +108,7 @@ def run(part: Part, out: Path, environ: dict[str, str], limit_s: float) -> dict[
     return {
         "exit": process.returncode,
         "timed_out": is_late,
+        "is_complete": process.returncode == 0 and (part.makes is None or (out / part.makes).is_file()),
         "seconds": round(time.monotonic() - start, 1),
         "output": output[-TAIL:],
     }
@@ -123,11 +130,13 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    try:
-        module = importlib.import_module(package)
-    except (ImportError, RuntimeError, OSError, AttributeError):
+    """Return the version of a package, found without importing it, or None where it isn't installed."""
+    if importlib.util.find_spec(package) is None:
         return None
-    return str(getattr(module, "__version__", "unknown"))
+    try:
+        return importlib.metadata.version(_DISTRIBUTIONS.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def main() -> None:

@@ -8,9 +8,11 @@ are composite, and what they are made of must not be cast a second time.
 
 from __future__ import annotations
 
+import functools
 import keyword
 import linecache
 from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,8 +97,15 @@ def build(
     }
     source, file = kernel_source(op), f"<mpamp kernel {device.type} {name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    exec(compile(source, file, "exec"), environment)
-    return environment["kernel"]  # type: ignore[no-any-return]
+    exec(_compiled(source), environment)
+    kernel: FunctionType = environment["kernel"]
+    kernel.__code__ = kernel.__code__.replace(co_filename=file, co_name=name)  # for profilers and tracebacks
+    return kernel
+
+
+@functools.cache
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<mpamp kernel>", "exec")
 
 
 def _unlisted(device: DeviceState, op: OpOverload) -> Callable[..., Any]:
