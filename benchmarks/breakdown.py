@@ -36,7 +36,9 @@ def profiled(variant: Variant, device: torch.device, steps: int) -> dict[str, An
             synchronize()
     events = profiler.key_averages()
     on_host = [e for e in events if str(e.device_type).endswith("CPU")]
-    on_device = [e for e in events if not str(e.device_type).endswith("CPU") and not getattr(e, "is_user_annotation", False)]
+    on_device = [
+        e for e in events if not str(e.device_type).endswith("CPU") and not getattr(e, "is_user_annotation", False)
+    ]
     ops = [e for e in on_host if "::" in e.key]
     launches = sum(e.count for e in on_host if "launchkernel" in e.key.lower())
     rows = sorted(ops, key=lambda e: e.self_cpu_time_total, reverse=True)
@@ -51,7 +53,11 @@ def profiled(variant: Variant, device: torch.device, steps: int) -> dict[str, An
             for e in rows[:SHOWN]
         ],
         "device_kernels": [
-            {"kernel": e.key[:120], "calls": round(e.count / steps, 2), "us": round(e.self_device_time_total / steps, 2)}
+            {
+                "kernel": e.key[:120],
+                "calls": round(e.count / steps, 2),
+                "us": round(e.self_device_time_total / steps, 2),
+            }
             for e in sorted(on_device, key=lambda e: e.self_device_time_total, reverse=True)[:SHOWN]
         ],
     }

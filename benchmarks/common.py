@@ -255,7 +255,12 @@ class Counts:
 def count(variant: Variant, weights: Iterable[torch.Tensor], *, warm_up: int = 2) -> Counts:
     """Count what one execution of a variant runs in the steady state."""
     variant.setup()
-    all_kernels, casts, weight_casts, syncs = KernelCounter(), CastCounter(), WeightCastCounter(weights), HostSyncCounter()
+    all_kernels, casts, weight_casts, syncs = (
+        KernelCounter(),
+        CastCounter(),
+        WeightCastCounter(weights),
+        HostSyncCounter(),
+    )
     with variant.context():
         variant.batch(warm_up)
         with all_kernels, casts, weight_casts, syncs:
@@ -299,7 +304,9 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[obj
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     print(f"\n{title}")
     for number, row in enumerate(cells):
-        first, *others = (text.ljust(w) if not i else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True)))
+        first, *others = (
+            text.ljust(w) if not i else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))
+        )
         print("  ".join([first, *others]).rstrip())
         if not number:
             print("  ".join("-" * w for w in widths))
@@ -338,5 +345,6 @@ def start(options: argparse.Namespace) -> None:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options as JSON can hold them."""
-    return {key: value if isinstance(value, int | float | str | list) else str(value) for key, value in vars(options).items()}
+    """Return the options that the numbers depend on, as JSON can hold them."""
+    chosen = {key: value for key, value in vars(options).items() if key != "json"}
+    return {key: value if isinstance(value, int | float | str | list) else str(value) for key, value in chosen.items()}

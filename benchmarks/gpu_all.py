@@ -144,7 +144,9 @@ def main() -> None:
     options.add_argument("--out", type=Path, required=True, help="the folder for the results")
     options.add_argument("--device", default="cuda", help="the device type (default: cuda)")
     options.add_argument("--parts", nargs="+", help="run these only (default: all)")
-    options.add_argument("--budget-s", type=float, default=465, help="end everything after so many seconds (default: 465)")
+    options.add_argument(
+        "--budget-s", type=float, default=465, help="end everything after so many seconds (default: 465)"
+    )
     options.add_argument("--quick", action="store_true", help="a run of seconds per part, to see that everything works")
     options = options.parse_args()
     begin = time.monotonic()

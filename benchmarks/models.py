@@ -136,7 +136,9 @@ def training(
     return step
 
 
-def variants(task: Task, device: torch.device, dtype: torch.dtype, accumulate: int) -> tuple[list[Variant], list[nn.Module]]:
+def variants(
+    task: Task, device: torch.device, dtype: torch.dtype, accumulate: int
+) -> tuple[list[Variant], list[nn.Module]]:
     """Return the variants of a task, in the order of ``VARIANTS``, and the model of each.
 
     All but the pure one work on one model and one optimizer, which saves memory and start-up time; their steps
@@ -156,7 +158,9 @@ def variants(task: Task, device: torch.device, dtype: torch.dtype, accumulate: i
             return Variant(name, repeat(inference(model, x, region)), setup=setup)
         has_scaler = dtype is torch.float16 and region is not nullcontext
         scaler = _GradScaler(device.type, enabled=has_scaler)
-        return Variant(name, repeat(training(model, optimizers[model], x, labels, region, scaler, accumulate)), setup=setup)
+        return Variant(
+            name, repeat(training(model, optimizers[model], x, labels, region, scaler, accumulate)), setup=setup
+        )
 
     remove = functools.partial(use_torchs_kernels, device)
     put = functools.partial(use_mpamps_kernels, device, dtype)
@@ -191,7 +195,9 @@ def main() -> None:
     options.set_defaults(rounds=20)
     options.add_argument("--tasks", nargs="+", help="run these only, such as gpt2-infer-1x16 (default: all)")
     options.add_argument("--accumulate", type=int, default=1, help="forward and backward passes per training step")
-    options.add_argument("--turn-s", type=float, default=0.05, help="seconds of a turn of the slowest variant, at least")
+    options.add_argument(
+        "--turn-s", type=float, default=0.05, help="seconds of a turn of the slowest variant, at least"
+    )
     options.add_argument("--budget-s", type=float, default=math.inf, help="stop after about so many seconds in all")
     options = options.parse_args()
     start(options)

@@ -103,7 +103,9 @@ def cases(device: torch.device, dtype: torch.dtype, size: int) -> list[Case]:
         Case("aten::linear", "frozen weight + bias, grad", plain_linear, still, both_frozen, **on),
         Case("aten::linear", "cached weight + bias, no_grad", plain_linear, trainable, both),
         Case("aten::linear", "frozen weight + bias, no_grad", plain_linear, still, both_frozen),
-        Case("aten::linear", "persistent cache, no_grad", plain_linear, trainable, both, ours={"persistent_cache": True}),
+        Case(
+            "aten::linear", "persistent cache, no_grad", plain_linear, trainable, both, ours={"persistent_cache": True}
+        ),
         Case("aten::linear", "no cache, no_grad", plain_linear, trainable, both, options={"cache_enabled": False}),
     ]
     softmax, cat = partial(torch.softmax, dim=-1), torch.cat
@@ -203,7 +205,19 @@ def main() -> None:
     rows = [run(case, device, dtype, options.rounds, turn_s) for case in cases(device, dtype, options.size)]
     print_table(
         f"One call, {options.size} x {options.size}, {dtype}, us (medians); kernels and casts of one call",
-        ("op and situation", "policy", "plain", "torch", "mpamp", "mpamp / torch", "torch over mpamp", "kernels t", "m", "casts t", "m"),
+        (
+            "op and situation",
+            "policy",
+            "plain",
+            "torch",
+            "mpamp",
+            "mpamp / torch",
+            "torch over mpamp",
+            "kernels t",
+            "m",
+            "casts t",
+            "m",
+        ),
         [_line(row) for row in rows],
     )
     use_mpamps_kernels(device, dtype)

@@ -102,12 +102,28 @@ def cases(device: str, dtype: torch.dtype) -> list[tuple[str, Variant | None, Va
     table = mpamp.get_op_table(device).override(rules)
     return [
         ("plain", torchs(torch_new), ours(mpamp_new)),
-        ("one object, entered again", torchs(reused(torch.autocast(device, dtype=dtype))), ours(reused(mpamp.autocast(device, dtype=dtype)))),
-        ("decorated function", torchs(decorated(torch.autocast(device, dtype=dtype))), ours(decorated(mpamp.autocast(device, dtype=dtype)))),
+        (
+            "one object, entered again",
+            torchs(reused(torch.autocast(device, dtype=dtype))),
+            ours(reused(mpamp.autocast(device, dtype=dtype))),
+        ),
+        (
+            "decorated function",
+            torchs(decorated(torch.autocast(device, dtype=dtype))),
+            ours(decorated(mpamp.autocast(device, dtype=dtype))),
+        ),
         ("nested in one of the same dtype", torchs(torch_new, is_nested=True), ours(mpamp_new, is_nested=True)),
         ("disabled", torchs(new_torch(device, dtype, **off)), ours(new_mpamp(device, dtype, **off))),
-        ("disabled, nested", torchs(new_torch(device, dtype, **off), is_nested=True), ours(new_mpamp(device, dtype, **off), is_nested=True)),
-        ("cache_enabled=False", torchs(new_torch(device, dtype, cache_enabled=False)), ours(new_mpamp(device, dtype, cache_enabled=False))),
+        (
+            "disabled, nested",
+            torchs(new_torch(device, dtype, **off), is_nested=True),
+            ours(new_mpamp(device, dtype, **off), is_nested=True),
+        ),
+        (
+            "cache_enabled=False",
+            torchs(new_torch(device, dtype, cache_enabled=False)),
+            ours(new_mpamp(device, dtype, cache_enabled=False)),
+        ),
         ("persistent_cache=True", None, ours(new_mpamp(device, dtype, persistent_cache=True))),
         ("ops={...}", None, ours(new_mpamp(device, dtype, ops=rules))),
         ("ops=OpTable", None, ours(new_mpamp(device, dtype, ops=table))),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import TracebackType
@@ -53,7 +52,6 @@ class _Spec:
         "table",
         "type",
         "version",
-        "watched",
     )
 
     def __init__(
@@ -73,15 +71,10 @@ class _Spec:
         self.scope = _scope.Scope(table, None if not cache else PERSISTENT_CACHE if persistent else REGION_CACHE, mark)
         self.is_quick = False
         """Whether a region can be entered without asking anything first."""
-        self.watched = self.device.unseen_modules
 
     def is_stale(self) -> bool:
         """Tell whether the device's rules have changed since."""
         return self.version != self.device.version
-
-    def is_overtaken(self) -> bool:
-        """Tell whether a module that registers Autocast kernels has been imported since."""
-        return any(module in sys.modules for module in self.watched)
 
     def prepare(self) -> bool:
         """Install what the region needs; tell whether it casts anything on this machine."""
@@ -93,7 +86,9 @@ class _Spec:
         from .kernels import install
 
         install(self.device, self.scope.table, self.dtype)
-        self.is_quick, self.watched = is_available, self.device.unseen_modules
+        if is_available and not self.device.is_being_overtaken():
+            self.is_quick = True
+            self.device.quick_specs.append(self)
         return True
 
     def scope_in(self, outer: int) -> _scope.Scope:

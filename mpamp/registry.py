@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.abc
 import sys
 import threading
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ class DeviceState:
         self.unseen_modules = backend.watched_modules
         """Modules that would put Autocast kernels on top of ours when imported, and haven't been yet."""
         self.see_modules()
+        self.quick_specs: list[Any] = []
+        """What regions were entered with, and can be again without asking anything first."""
         self.user_rules: dict[str, Row] = {}
         self.unlisted = _unlisted(self.key_name, backend.op_table())
         self.rules_of_plugins: dict[str, Row] = {}
@@ -41,9 +44,19 @@ class DeviceState:
 
     def see_modules(self) -> list[str]:
         """Return the watched modules that were imported since the last call."""
-        seen = [m for m in self.unseen_modules if m in sys.modules]
+        seen = [m for m in self.unseen_modules if _is_imported(m)]
         self.unseen_modules = tuple(m for m in self.unseen_modules if m not in seen)
         return seen
+
+    def is_being_overtaken(self) -> bool:
+        """Tell whether a watched module is being imported, or has been since they were last looked at."""
+        return any(m in sys.modules for m in self.unseen_modules)
+
+    def invalidate(self) -> None:
+        """Have every region of the device ask again, before it is next entered, what it needs."""
+        for spec in self.quick_specs:
+            spec.is_quick = False
+        self.quick_specs.clear()
 
     def _apply(self) -> None:
         base = self.backend.op_table()
@@ -54,6 +67,7 @@ class DeviceState:
                 table = table.override(extra, name=f"{table.name}+{name}")
         self.table = table
         self.version += 1
+        self.invalidate()
 
     def set_rules(self, rules: dict[str, Row]) -> None:
         """Replace the user's process-wide rules."""
@@ -110,6 +124,20 @@ def _unlisted(key_name: str, table: OpTable) -> dict[str, Row]:
     return {n: Row(None, (), "torch") for n in names if n not in table and find_overload(n) is not None}
 
 
+def _is_imported(name: str) -> bool:
+    module = sys.modules.get(name)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
+
+
+class _ImportWatcher(importlib.abc.MetaPathFinder):
+    """Notices the import of a module that puts Autocast kernels on top of ours; finds nothing itself."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        for state in devices_in_use():
+            if name in state.unseen_modules:
+                state.invalidate()
+
+
 _devices: dict[str, DeviceState] = {}
 _lock = threading.RLock()
 
@@ -132,6 +160,8 @@ def device_state(device_type: str) -> DeviceState:
             rules = manager().op_rules(state.type, state.backend.lower_precision_dtypes)
             if rules:
                 state.add_plugin_rules(rules)
+            if state.unseen_modules and not any(isinstance(f, _ImportWatcher) for f in sys.meta_path):
+                sys.meta_path.insert(0, _ImportWatcher())
             _devices[device_type] = state
     return _devices[device_type]
 

@@ -89,10 +89,6 @@ def _classes(t: Maker) -> Call:
     return call(t(4, 5), t.zeros(4), t(5))
 
 
-def _named(*rest: Any, **kwargs: Any) -> Callable[[Maker], Call]:
-    return lambda t: call(t(4, 4).refine_names("a", "b"), *rest, **kwargs)
-
-
 _TWO = [1, 1]
 ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "_addmm_activation": lambda t: call(t(5), t(3, 4), t(4, 5)),
@@ -146,8 +142,6 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "cudnn_convolution_transpose": lambda t: call(
         t(2, 3, 5, 5), t(3, 3, 2, 2), [0, 0], [0, 0], _TWO, _TWO, 1, False, False, False
     ),
-    "cumprod.dimname": _named("a"),
-    "cumsum.dimname": _named("a"),
     "dot": lambda t: call(t(4), t(4)),
     "einsum": lambda t: call("ij,jk->ik", [t(2, 3), t(3, 4)]),
     "fake_quantize_per_tensor_affine": lambda t: call(t(4, 4), 0.1, 0, 0, 255),
@@ -159,7 +153,6 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "group_norm": lambda t: call(t(2, 4, 3), 2, t(4), t(4)),
     "gru_cell": _cell(3),
     "index_copy": lambda t: call(t(4, 4), 0, t.ints(0, 2), t(2, 4)),
-    "index_copy.dimname": lambda t: call(t(4, 4).refine_names("a", "b"), "a", t.ints(0, 2), t(2, 4)),
     "index_put": lambda t: call(t(4, 4), [t.ints(0, 2)], t(2, 4)),
     "layer_norm": lambda t: call(t(2, 4), [4], t(4), t(4)),
     "linalg_cond.p_str": lambda t: call(t(4, 4), "fro"),
@@ -171,7 +164,6 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "linalg_tensorsolve": lambda t: call(t(4, 4), t(4)),
     "linalg_tensorinv": lambda t: call(t(4, 4), 1),
     "linear": lambda t: call(t(2, 4), t(3, 4), t(3)),
-    "log_softmax.Dimname": _named("a"),
     "lstm_cell": lambda t: call(t(2, 4), [t(2, 3), t(2, 3)], t(12, 4), t(12, 3), t(12), t(12)),
     "lu_solve": lambda t: call(t(4, 4), t(4, 4), t.ints(1, 2, 3, 4, dtype=torch.int32)),
     "margin_ranking_loss": lambda t: call(t(4), t(4), t.signs(4)),
@@ -189,13 +181,11 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "nll_loss": _classes,
     "nll_loss2d": lambda t: call(t(2, 5, 3, 3), t.zeros(2, 3, 3), t(5)),
     "norm.ScalarOpt_dim": lambda t: call(t(4, 4), 2, [0]),
-    "norm.names_ScalarOpt_dim": _named(2, ["a"]),
     "nuclear_norm.dim": lambda t: call(t(4, 4), [0, 1]),
     "orgqr": lambda t: call(t(4, 3), t(3)),
     "ormqr": lambda t: call(t(4, 3), t(3), t(4, 2)),
     "poisson_nll_loss": lambda t: call(t(4, 4), t(4, 4), True, False, 1e-8, 1),
     "prelu": lambda t: call(t(2, 4), t(4)),
-    "prod.dim_Dimname": _named("a"),
     "quantile": lambda t: call(t(4, 4), t(2)),
     "reflection_pad1d": _images(1, [1, 1]),
     "reflection_pad2d": _images(2, [1, 1, 1, 1]),
@@ -207,11 +197,9 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "rnn_tanh_cell": _cell(1),
     "scaled_dot_product_attention": lambda t: call(t(1, 2, 4, 8), t(1, 2, 4, 8), t(1, 2, 4, 8)),
     "scatter_add": lambda t: call(t(4, 4), 0, t.zeros(2, 4), t(2, 4)),
-    "softmax.Dimname": _named("a"),
     "stack": lambda t: call([t(2, 3), t(2, 3), t(2, 3)]),
     "stft": lambda t: call(t(1, 16), 4, window=t(4), return_complex=True),
     "stft.center": lambda t: call(t(1, 16), 4, window=t(4), return_complex=True),
-    "sum.dim_DimnameList": _named(["a"]),
     "sum.dim_IntList": lambda t: call(t(4, 4), [0]),
     "tensordot": lambda t: call(t(3, 4), t(4, 5), [1], [0]),
     "triplet_margin_loss": lambda t: call(t(4, 4), t(4, 4), t(4, 4)),
