@@ -28,7 +28,22 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TAIL = 6000
 """The characters of each part's output that the report keeps."""
-PACKAGES = "pluggy packaging click rich sklearn matplotlib pytest hypothesis numpy torchvision transformers".split()
+PACKAGES = (
+    *("pluggy", "packaging", "click", "rich", "sklearn", "matplotlib"),
+    *("pytest", "hypothesis", "numpy", "torchvision", "transformers"),
+)
+    "pluggy",
+    "packaging",
+    "click",
+    "rich",
+    "sklearn",
+    "matplotlib",
+    "pytest",
+    "hypothesis",
+    "numpy",
+    "torchvision",
+    "transformers",
+]
 _DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 
 

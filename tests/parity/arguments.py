@@ -136,9 +136,7 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "cross_entropy_loss": _classes,
     "ctc_loss.IntList": lambda t: call(t(5, 1, 4), t.ints(1, 2).reshape(1, 2), [5], [2]),
     "ctc_loss.Tensor": lambda t: call(t(5, 1, 4), t.ints(1, 2).reshape(1, 2), t.ints(5), t.ints(2)),
-    "cudnn_convolution": lambda t: call(
-        t(2, 3, 5, 5), t(3, 3, 2, 2), [0, 0], _TWO, _TWO, 1, False, False, False
-    ),
+    "cudnn_convolution": lambda t: call(t(2, 3, 5, 5), t(3, 3, 2, 2), [0, 0], _TWO, _TWO, 1, False, False, False),
     "cudnn_convolution_transpose": lambda t: call(
         t(2, 3, 5, 5), t(3, 3, 2, 2), [0, 0], [0, 0], _TWO, _TWO, 1, False, False, False
     ),
