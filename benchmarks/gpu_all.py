@@ -30,21 +30,9 @@ TAIL = 6000
 """The characters of each part's output that the report keeps."""
 PACKAGES = (
     *("pluggy", "packaging", "click", "rich", "sklearn", "matplotlib"),
-    *("pytest", "hypothesis", "numpy", "torchvision", "transformers"),
+    *("pytest", "xdist", "hypothesis", "numpy", "torchvision", "transformers"),
 )
-    "pluggy",
-    "packaging",
-    "click",
-    "rich",
-    "sklearn",
-    "matplotlib",
-    "pytest",
-    "hypothesis",
-    "numpy",
-    "torchvision",
-    "transformers",
-]
-_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+_DISTRIBUTIONS = {"sklearn": "scikit-learn", "xdist": "pytest-xdist"}
 
 
 @dataclass(frozen=True)
@@ -85,6 +73,8 @@ def parts(out: Path, device: str, *, is_quick: bool) -> list[Part]:
 
     chosen = f"{device} or parity or accelerator"
     pytest = ["-m", "pytest", "tests", "-q", "-k", chosen, "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    if _version("xdist") is not None:
+        pytest += ["-n", "4"]
     return [
         benchmark("region", 30),
         benchmark("ops", 60, "--rounds", "15"),
@@ -112,12 +102,7 @@ def run(part: Part, out: Path, environ: dict[str, str], limit_s: float) -> dict[
         errors="replace",
         start_new_session=True,
     )
-    try:
-        output, is_late = process.communicate(timeout=limit_s)[0], False
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        output, is_late = process.communicate()[0], True
+    output, is_late = _output(process, limit_s)
     if part.log is not None:
         (out / part.log).write_text(output, encoding="utf-8")
     return {
@@ -127,6 +112,17 @@ def run(part: Part, out: Path, environ: dict[str, str], limit_s: float) -> dict[
         "seconds": round(time.monotonic() - start, 1),
         "output": output[-TAIL:],
     }
+
+
+def _output(process: subprocess.Popen[str], limit_s: float) -> tuple[str, bool]:
+    """Return what a process prints, and whether it ran out of time; pytest sums up when it is interrupted."""
+    for limit, end in ((limit_s, signal.SIGINT), (10, signal.SIGKILL)):
+        try:
+            return process.communicate(timeout=limit)[0], end is not signal.SIGINT
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, end)
+    return process.communicate()[0], True
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -130,6 +130,10 @@ class CastCache(threading.local):
         entries[key] = _Entry(weight, low, ref)
         return low
 
+    def drop(self, weight: Tensor, dtype: torch.dtype) -> None:
+        """Forget the kept cast of a weight to ``dtype``, if there is one."""
+        self.entries.pop((id(weight), dtype), None)
+
 
 def _link(entry: _Entry, weight: Tensor) -> Tensor:
     graph = None if entry.graph is None else entry.graph()

@@ -27,7 +27,7 @@ from .policy import CASTABLE, CastPolicy, target_dtype
 if TYPE_CHECKING:
     from .registry import DeviceState
 
-__all__ = ["build", "kernel_source"]
+__all__ = ["build", "caster", "kernel_source"]
 
 _TORCH = "mm bmm addmm baddbmm addbmm matmul mv addmv prelu cat stack"
 _FAST: dict[str, Callable[..., Any]] = {
@@ -36,6 +36,10 @@ _FAST: dict[str, Callable[..., Any]] = {
     **{f"aten::conv{n}d{overload}": getattr(torch, f"conv{n}d") for n in (1, 2, 3) for overload in ("", ".padding")},
 }
 """Bindings that reach the same overload sooner than ``torch.ops`` does."""
+
+_ARITHMETIC = "add sub mul div multiply divide subtract true_divide floor_divide rsub remainder"
+TAKE_NUMBERS = {f"aten::{name}{suffix}" for name in _ARITHMETIC.split(" ") for suffix in ("", "_")}
+"""Ops whose kernel is given a number where the call had one in a tensor's place."""
 
 Resolve = Callable[["DeviceState"], "_scope.Scope | None"]
 
@@ -65,7 +69,7 @@ def build(
     """
     arguments, name = op._schema.arguments, overload_name(op)
     unlisted = _unlisted(device, op)
-    cast = _caster(device, keep=all(r.alias_info is None for r in op._schema.returns))
+    cast = caster(device, keep=all(r.alias_info is None for r in op._schema.returns))
     append = find_overload(APPEND_DTYPE[name]) if name in APPEND_DTYPE else None
     environment: dict[str, Any] = {
         "OP": name,
@@ -75,8 +79,10 @@ def build(
         "device": device,
         "LOWER": CastPolicy.LOWER_PRECISION_FP,
         "PROMOTE": CastPolicy.PROMOTE,
+        "BANNED": CastPolicy.BANNED,
         "SET_OPT": CastPolicy.FP32_SET_OPT_DTYPE,
         "APPEND": CastPolicy.FP32_APPEND_DTYPE,
+        "TENSOR": torch.Tensor,
         "FLOAT32": torch.float32,
         "FLOAT64": torch.float64,
         "CASTABLE": CASTABLE,
@@ -125,7 +131,8 @@ def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | No
     on_device = device.backend.tensor_check()
 
     def target_of(policy: CastPolicy | None, lower: torch.dtype, tensors: Iterable[Any]) -> torch.dtype | None:
-        flat = [t for item in tensors for t in (item if isinstance(item, list | tuple) else (item,)) if t is not None]
+        flat = [t for item in tensors for t in (item if isinstance(item, list | tuple) else (item,))]
+        flat = [t for t in flat if isinstance(t, torch.Tensor)]
         if any(t.dtype is torch.float64 for t in flat):
             return None
         dtypes = [t.dtype for t in flat if t.dtype in CASTABLE and on_device(t)]
@@ -134,7 +141,7 @@ def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | No
     return target_of
 
 
-def _caster(device: DeviceState, *, keep: bool) -> Callable[[torch.Tensor, torch.dtype, _scope.Scope], torch.Tensor]:
+def caster(device: DeviceState, *, keep: bool) -> Callable[[torch.Tensor, torch.dtype, _scope.Scope], torch.Tensor]:
     """Return the function that casts one argument, or finds the kept cast of a weight.
 
     ``keep`` is False for ops that may return an argument itself: a kept cast must not reach the user.
@@ -179,6 +186,8 @@ def kernel_source(op: OpOverload) -> str:
     head = ["_keys", *(signed[i] for i in positional), *(["*"] if keywords else []), *(signed[i] for i in keywords)]
     passed = ", ".join([*(names[i] for i in positional), *(f"{arguments[i][1].name}={names[i]}" for i in keywords)])
     tensors = [(names[i], str(a.type)) for i, a in arguments if "Tensor" in str(a.type)]
+    if op._schema.name in TAKE_NUMBERS:
+        tensors = [(name, "Number") for name, _ in tensors]
     body = _in_place_body(tensors) if is_in_place(op) else [*_body(tensors), *_dtype_lines(op, names, tensors, passed)]
     lines = "\n".join("    " + line for line in body)
     return f"""\
@@ -226,6 +235,8 @@ def _is_list(kind: str) -> bool:
 
 
 def _guard(name: str, kind: str) -> str:
+    if kind == "Number":
+        return f"isinstance({name}, TENSOR) and "
     return f"{name} is not None and " if kind.startswith("Optional") else ""
 
 
@@ -248,7 +259,10 @@ def _dtype_lines(op: OpOverload, names: list[str], tensors: list[tuple[str, str]
 
 
 def _in_place_body(tensors: list[tuple[str, str]]) -> list[str]:
-    """Return the lines that cast the other arguments to the dtype of the tensor written to."""
+    """Return the lines that refuse the tensor written to, or cast the other arguments to its dtype."""
     (written, _), *others = tensors
-    lines = [f"_target = {written}.dtype", "if _policy is PROMOTE and _target in CASTABLE:"]
-    return [*lines, *(line for name, kind in others for line in _cast_lines(name, kind))] if others else lines[:1]
+    lines = [f"if _policy is BANNED: target_of(_policy, _lower, ({written},))"]
+    if not others:
+        return lines
+    lines += [f"_target = {written}.dtype", "if _policy is PROMOTE and _target in CASTABLE:"]
+    return [*lines, *(line for name, kind in others for line in _cast_lines(name, kind))]

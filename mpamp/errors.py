@@ -7,12 +7,17 @@ from collections.abc import Iterable
 
 __all__ = [
     "BannedOpError",
+    "Fp16GradientError",
+    "GradientOverflowError",
     "MpampError",
     "MpampWarning",
     "OpTableError",
     "PluginConflictError",
     "PluginLoadError",
     "RegionError",
+    "ScalerSettingError",
+    "ScalerStateError",
+    "ScalerUsageError",
     "UnknownDeviceError",
     "UnknownOpError",
     "UnknownPolicyError",
@@ -52,7 +57,7 @@ class UnknownPolicyError(OpTableError):
     """A rule names a policy that doesn't exist."""
 
 
-class BannedOpError(MpampError, RuntimeError):
+class BannedOpError(MpampError, NotImplementedError):
     """A banned op was called with lower-precision arguments."""
 
 
@@ -62,6 +67,26 @@ class PluginLoadError(MpampError, ImportError):
 
 class PluginConflictError(MpampError):
     """Two plugins claim the same device, or give one op different policies."""
+
+
+class ScalerSettingError(MpampError, ValueError):
+    """A setting of a GradScaler is one that can't be."""
+
+
+class ScalerStateError(MpampError, RuntimeError, ValueError):
+    """What a GradScaler was to load is no scaler's state, or a corrupt one."""
+
+
+class ScalerUsageError(MpampError, RuntimeError):
+    """A GradScaler was used in a way that would make gradients wrong."""
+
+
+class Fp16GradientError(MpampError, ValueError):
+    """Gradients are float16, so the small ones among them are lost before they can be unscaled."""
+
+
+class GradientOverflowError(MpampError, RuntimeError):
+    """The gradients have had an inf or NaN for too many updates in a row."""
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:

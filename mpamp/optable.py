@@ -324,10 +324,10 @@ def _check(overload: str, row: Row, *, is_exact: bool) -> None:
     policies = row.policies()
     if op is None:
         return
-    if is_in_place(op) and policies - {CastPolicy.PROMOTE, CastPolicy.FALLTHROUGH}:
+    if is_in_place(op) and policies - {CastPolicy.PROMOTE, CastPolicy.BANNED, CastPolicy.FALLTHROUGH}:
         raise OpTableError(
             f"{overload} writes in place, so only 'promote' (its other arguments take the dtype of the tensor "
-            "written to) and 'fallthrough' apply to it."
+            "written to), 'banned' and 'fallthrough' apply to it."
         )
     has_dtype = any(a.name == "dtype" for a in op._schema.arguments)
     if CastPolicy.FP32_SET_OPT_DTYPE in policies and not has_dtype:

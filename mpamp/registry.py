@@ -61,7 +61,9 @@ class DeviceState:
     def _apply(self) -> None:
         base = self.backend.op_table()
         table = OpTable.from_rows({**base, **self.unlisted}, name=base.name, device=self.type)
-        for rows, name in ((self.rules_of_plugins, "plugins"), (self.user_rules, "user")):
+        registered = {**_registered.get(None, {}), **_registered.get(self.type, {})}
+        layers = ((self.rules_of_plugins, "plugins"), (registered, "registered"), (self.user_rules, "user"))
+        for rows, name in layers:
             if rows:
                 extra = OpTable.from_rows(rows, name=name, device=self.type)
                 table = table.override(extra, name=f"{table.name}+{name}")
@@ -139,6 +141,8 @@ class _ImportWatcher(importlib.abc.MetaPathFinder):
 
 
 _devices: dict[str, DeviceState] = {}
+_registered: dict[str | None, dict[str, Row]] = {}
+"""Rules that single ops were registered with, by device type; None holds for every device, later ones too."""
 _lock = threading.RLock()
 
 
@@ -220,6 +224,20 @@ def set_op_rules(device: str | torch.device, rules: Mapping[str, Any] | OpTable 
     with _lock:
         state.set_rules(rows)
     return state.table
+
+
+def registered_rules(device_type: str | None) -> dict[str, Row]:
+    """Return the rules that single ops were registered with for one device type, or for all."""
+    return dict(_registered.get(device_type, {}))
+
+
+def set_registered_rules(device_type: str | None, rules: dict[str, Row]) -> None:
+    """Replace them."""
+    with _lock:
+        _registered[device_type] = rules
+        for state in devices_in_use():
+            if device_type in (None, state.type):
+                state.set_rules(state.user_rules)
 
 
 def _type_of(device: str | torch.device) -> str:

@@ -114,9 +114,7 @@ def test_constraints_pin_versions_that_satisfy_setup_cfg(setup_cfg: configparser
     versions = {each.name.lower(): next(iter(each.specifier)).version for each in pinned}
     assert all(str(each.specifier).startswith("==") for each in pinned)
     extras = setup_cfg["options.extras_require"]
-    checked = "\n".join(
-        [setup_cfg["options"]["install_requires"], *(extras[e] for e in ("demo", "test", "dev"))]
-    )
+    checked = "\n".join([setup_cfg["options"]["install_requires"], *(extras[e] for e in ("demo", "test", "dev"))])
     for requirement in _requirements(checked):
         if requirement.name != "mpamp":
             assert requirement.specifier.contains(versions[requirement.name.lower()]), requirement

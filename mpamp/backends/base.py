@@ -61,6 +61,26 @@ class Backend:
         """Return a function that tells whether the calling thread records a graph for replay, or None."""
         return None
 
+    def has_kernel(self, op: str) -> bool:
+        """Tell whether the device has a kernel of its own for an op, such as ``"aten::_amp_update_scale_"``.
+
+        Where one for gradient scaling is missing, ordinary ops do its work.
+        """
+        key = torch._C._dispatch_key_for_device(self.device_type)
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op, key))
+
+    def read_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+        """Start to copy a small tensor to the host without waiting; return what gives the copy once it is there."""
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or accelerator.type != tensor.device.type:
+            copy = tensor.detach().clone()
+            return lambda: copy
+        pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
+        event = torch.Event(tensor.device)
+        event.record(torch.accelerator.current_stream(tensor.device))
+        return lambda: pinned if event.query() else None
+
     def tensor_check(self) -> Callable[[torch.Tensor], bool]:
         """Return a function that tells whether a tensor is on this device."""
         name, attribute = self.device_type, self.tensor_attribute

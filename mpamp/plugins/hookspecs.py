@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from ..backends.base import Backend
+    from ..scaler import ScaleEvent, ScalerConfig
 
 __all__ = ["API_VERSION", "hookimpl", "hookspec"]
 
@@ -31,4 +32,22 @@ def mpamp_op_rules(device_type: str, dtype: torch.dtype) -> Mapping[str, Any] | 
     """Return extra rules for a device, as ``ops=`` takes them, in regions of ``dtype``.
 
     Called when the device is first asked for, once for each of its lower-precision dtypes.
+    """
+
+
+@hookspec(firstresult=True)
+def mpamp_make_scaler(device_type: str, config: ScalerConfig) -> torch.amp.GradScaler | None:
+    """Return the gradient scaler for a device, of hardware with an overflow flag of its own for one; or None.
+
+    Called when an enabled ``mpamp.GradScaler`` is made, not for its subclasses. ``config.arguments()`` are the
+    arguments of the call, checked. The first scaler returned is what the caller gets.
+    """
+
+
+@hookspec
+def mpamp_scale_event(event: ScaleEvent) -> None:
+    """Be told of one optimizer's step: its number, the scale, whether it was skipped.
+
+    Called when the host learns of it anyway: in ``scaler.step()``, before the optimizer steps; for a fused optimizer
+    on an accelerator only when ``last_step_skipped`` or ``last_step`` is read before the next step.
     """

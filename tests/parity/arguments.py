@@ -177,6 +177,7 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "nanquantile": lambda t: call(t(4, 4), t(2)),
     "native_layer_norm": lambda t: call(t(2, 4), [4], t(4), t(4), 1e-5),
     "nll_loss": _classes,
+    "nll_loss_nd": _classes,
     "nll_loss2d": lambda t: call(t(2, 5, 3, 3), t.zeros(2, 3, 3), t(5)),
     "norm.ScalarOpt_dim": lambda t: call(t(4, 4), 2, [0]),
     "nuclear_norm.dim": lambda t: call(t(4, 4), [0, 1]),

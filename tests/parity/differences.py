@@ -57,7 +57,7 @@ DIFFERENCES = [
         "casts the other arguments and leaves the float64 ones: most ops then raise on the mix",
         "a call with any float64 argument runs as it was called",
         "float64 in a call is asked for; half a cast only adds a second dtype to the error",
-        but=("scaled_dot_product_attention", "_scaled_dot_product_flash_attention", "linalg_vecdot"),
+        but=("scaled_dot_product_attention", "_scaled_dot_product_flash_attention", "linalg_vecdot", "_cudnn_rnn"),
     ),
     Difference(
         "promote",

@@ -32,14 +32,15 @@ _MOVES = ("aten::_to_copy", "aten::to", "aten::detach", "aten::alias", "prim::de
 
 
 class Recorder(TorchDispatchMode):
-    """Records every op below autocast that isn't a cast, with the dtypes of the tensors that it is given."""
+    """Records every op below autocast, casts only if ``moves``, with the dtypes of the tensors that it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, moves: bool = False) -> None:
         super().__init__()
         self.ops: list[str] = []
+        self._left_out = () if moves else _MOVES
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name not in _MOVES:
+        if func._schema.name not in self._left_out:
             self.ops.append(f"{func}({dtypes_of((args, kwargs))})")
         return func(*args, **(kwargs or {}))
 
@@ -72,7 +73,7 @@ def forms(lower: torch.dtype) -> dict[str, list[torch.dtype]]:
 def observe(op: OpOverload, place: str, lower: torch.dtype, form: str, regime: Regime) -> Observation:
     """Call ``op`` in ``regime`` and return what happened."""
     recorder, device = Recorder(), device_of(place)
-    with FakeTensorMode(allow_non_fake_inputs=True) if place.startswith(FAKE) else contextlib.nullcontext():
+    with tensors_at(place):
         args, kwargs = arguments(op, Maker(device, forms(lower)[form], form == "parameters"))
         with regime(device, lower), recorder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -83,6 +84,11 @@ def observe(op: OpOverload, place: str, lower: torch.dtype, form: str, regime: R
             else:
                 reason = ""
     return {"ops": recorder.ops, "out": out, "reason": reason}
+
+
+def tensors_at(place: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the tensors of ``place`` can be made."""
+    return FakeTensorMode(allow_non_fake_inputs=True) if place.startswith(FAKE) else contextlib.nullcontext()
 
 
 def observe_row(op: OpOverload, place: str, regime: Regime) -> dict[str, Observation]:
@@ -122,9 +128,17 @@ def device_of(place: str) -> str:
     return place.removeprefix(FAKE)
 
 
+def place_of(device: str) -> str:
+    """Return where calls of a device can be made on any machine."""
+    return device if device == "cpu" else FAKE + device
+
+
 def is_here(place: str) -> bool:
-    """Tell whether this machine has such a place."""
-    return place == "cpu" or place.startswith(FAKE) or bool(getattr(torch, place).is_available())
+    """Tell whether this machine has such a place; beside a card, fake tensors of another device can't be made."""
+    if place.startswith(FAKE):
+        card = torch.accelerator.current_accelerator(check_available=True)
+        return card is None or card.type == device_of(place)
+    return place == "cpu" or bool(getattr(torch, place).is_available())
 
 
 @contextlib.contextmanager
@@ -150,14 +164,19 @@ def none(device: str, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stand_ins() -> Iterator[None]:
-    """Put a stand-in below autocast for the one op that looks for its device's library before it does anything."""
+def stand_ins(place: str) -> Iterator[None]:
+    """On fake tensors, stand in for the one op that looks for its device's library before it does anything."""
+    if not place.startswith(FAKE):
+        yield
+        return
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rest: Any) -> torch.Tensor:
         return query + key + value
 
     library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", attention, "CompositeImplicitAutograd")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it takes another kernel's place
+        library.impl("scaled_dot_product_attention", attention, "CompositeImplicitAutograd")
     try:
         yield
     finally:
@@ -168,7 +187,7 @@ def observe_all(regime: Regime, only: dict[str, list[str]]) -> dict[str, dict[st
     """Return the observations of every row in ``only``, by place and overload."""
     found = {}
     for place, names in only.items():
-        with stand_ins() if place.startswith(FAKE) else contextlib.nullcontext():
+        with stand_ins(place):
             found[place] = {name: observe_row(overload(name), place, regime) for name in names}
     return found
 
@@ -182,7 +201,7 @@ def main() -> None:
     assert "mpamp" not in sys.modules
     import mpamp
 
-    found["mpamp"] = observe_all(lambda d, t: mpamp.autocast(d, t, ops={"mse_loss": "fallthrough", "mm": "fp32", "softmax.int": "promote", "layer_norm":"lower_precision_fp","grid_sampler":"fp32"}), only)
+    found["mpamp"] = observe_all(mpamp.autocast, only)
     found["torch, outside"] = observe_all(torchs, only)
     found["none"] = observe_all(none, only)
     json.dump(found, sys.stdout)

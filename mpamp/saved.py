@@ -1,0 +1,119 @@
+"""One device's autocast state, kept to run something in it later, on any thread."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import scope as _scope
+from .autocast import autocast
+from .castcache import PERSISTENT_CACHE
+from .registry import devices_in_use
+
+__all__ = ["DeviceAutocast", "is_compiling", "run_in", "run_without", "scope_now"]
+
+
+def is_compiling() -> bool:
+    """Tell whether Dynamo or export is tracing: torch's own regions are used then, for they understand those."""
+    return torch.compiler.is_compiling()
+
+
+def scope_now(device_type: str) -> _scope.Scope | None:
+    """Return the scope that ops of a device run in here and now; None outside of mpamp's regions.
+
+    Example:
+        >>> with autocast("cpu"):
+        ...     scope_now("cpu").table.device
+        'cpu'
+        >>> scope_now("cpu") is None
+        True
+    """
+    device = next((d for d in devices_in_use() if d.type == device_type), None)
+    return None if device is None else _scope.resolve(device)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAutocast:
+    """Whether ops of one device are autocast, to which dtype, and by which of mpamp's scopes, if any."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    scope: _scope.Scope | None = None
+
+    @classmethod
+    def now(cls, device_type: str, *, is_off: bool = False) -> DeviceAutocast:
+        """Return the calling thread's state; ``is_off`` keeps the dtype and says that nothing is autocast."""
+        dtype = torch.get_autocast_dtype(device_type)
+        enabled = not is_off and torch.is_autocast_enabled(device_type)
+        return cls(device_type, enabled, dtype, scope_now(device_type) if enabled and not is_compiling() else None)
+
+    def restored(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the calling thread has this state."""
+        if is_compiling():
+            return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
+        if not self.enabled:
+            return _off(self.device_type)
+        scope = self.scope
+        if scope is None:
+            return _plain(self.device_type, self.dtype)
+        default = next(d.table for d in devices_in_use() if d.type == self.device_type)
+        return autocast(
+            self.device_type,
+            self.dtype,
+            cache_enabled=scope.cache is not None,
+            ops=None if scope.table is default else scope.table,
+            persistent_cache=scope.cache is PERSISTENT_CACHE,
+        )
+
+
+def run_in(states: tuple[DeviceAutocast, ...], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call ``function`` in the state of each device; other devices keep the one they have."""
+    if not states:
+        return function(*args, **kwargs)
+    with states[0].restored():
+        return run_in(states[1:], function, args, kwargs)
+
+
+def run_without(device_types: tuple[str, ...], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call ``function`` with autocast off on these devices."""
+    if not device_types:
+        return function(*args, **kwargs)
+    name = device_types[0]
+    with torch.autocast(name, enabled=False) if is_compiling() else _off(name):
+        return run_without(device_types[1:], function, args, kwargs)
+
+
+@contextlib.contextmanager
+def _off(device_type: str) -> Iterator[None]:
+    # A disabled torch.autocast would warn about dtypes that it doesn't use, and drop torch's kept casts.
+    was_enabled = torch.is_autocast_enabled(device_type)
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, was_enabled)
+
+
+@contextlib.contextmanager
+def _plain(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """Be in a region of torch's own, and in none of mpamp's."""
+    mark = _scope.read_mark()
+    if mark == _scope.NO_MARK:
+        with torch.autocast(device_type, dtype=dtype):
+            yield
+        return
+    scopes = _scope.THREAD.state.scopes
+    outer = list(scopes)
+    scopes[:] = [None] * len(scopes)
+    _scope.write_mark(mark, _scope.NO_MARK)
+    try:
+        with torch.autocast(device_type, dtype=dtype, cache_enabled=True):
+            yield
+    finally:
+        _scope.write_mark(_scope.NO_MARK, mark)
+        scopes[:] = outer

@@ -1,0 +1,151 @@
+"""The gradients of an optimizer: found, sorted into what one kernel call takes, and named in messages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from ..errors import Fp16GradientError
+
+__all__ = ["Bucket", "all_gradients", "name_gradients", "sort_gradients"]
+
+HALF = frozenset({torch.float16, torch.complex32})
+NAMED_AT_MOST = 8
+_layout_of = attrgetter("layout")
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Gradients of one device, dtype and kind, which one kernel call takes.
+
+    Attributes:
+        device: Where they are.
+        dtype: Theirs; for sparse ones that of their values.
+        tensors: The gradients; for sparse ones their values.
+        mesh: The DTensors' device mesh, or None.
+        placements: The DTensors' placements.
+        is_sparse: Whether they are the values of COO gradients.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    tensors: list[Tensor] = field(default_factory=list)
+    mesh: Any = None
+    placements: tuple[Any, ...] = ()
+    is_sparse: bool = False
+
+    @property
+    def may_overflow_when_merged(self) -> bool:
+        """Whether gradients may have duplicate rows, whose sum has to be checked rather than they."""
+        return self.is_sparse and self.dtype in HALF
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks hold different parts of the gradients."""
+        return any(not placement.is_replicate() for placement in self.placements)
+
+
+def all_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the optimizer's gradients, each once."""
+    grads = [grad for group in optimizer.param_groups for p in group["params"] if (grad := p.grad) is not None]
+    if len(set(map(id, grads))) != len(grads):
+        grads = list({id(grad): grad for grad in grads}.values())
+    return grads
+
+
+def sort_gradients(grads: list[Tensor]) -> list[Bucket]:
+    """Sort gradients into buckets: plain tensors, then replicated DTensors, then sharded ones.
+
+    The order lets the last buckets' reduction over the mesh carry what the earlier ones found.
+    """
+    is_plain = set(map(type, grads)) <= {Tensor} and set(map(_layout_of, grads)) <= {torch.strided}
+    if is_plain:
+        groups = _group_tensors_by_device_and_dtype([grads])  # type: ignore[list-item]
+        return [Bucket(device, dtype, found[0]) for (device, dtype), (found, _) in groups.items()]  # type: ignore
+    buckets: dict[Any, Bucket] = {}
+    for grad in grads:
+        part = values_of(grad)
+        mesh, placements = _mesh_of(grad)
+        key = (type(part), part.device, part.dtype, mesh, placements, grad.is_sparse)
+        if key not in buckets:
+            buckets[key] = Bucket(part.device, part.dtype, [], mesh, placements, grad.is_sparse)
+        buckets[key].tensors.append(part)
+    return sorted(buckets.values(), key=lambda bucket: (bucket.mesh is not None, bucket.is_sharded))
+
+
+def values_of(grad: Tensor) -> Tensor:
+    """Return the strided tensor that holds a gradient's values."""
+    if grad.layout is torch.strided:
+        return grad
+    return grad._values() if grad.is_sparse else grad.values()
+
+
+def _mesh_of(grad: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(grad, module.DTensor):
+        return None, ()
+    return grad.device_mesh, tuple(grad.placements)
+
+
+def merge_duplicates_(optimizer: torch.optim.Optimizer) -> None:
+    """Replace float16 COO gradients that have duplicate rows: the scaled sum is what may overflow, so it is checked."""
+    for _, _, param in _parameters(optimizer):
+        grad = param.grad
+        if grad is not None and grad.is_sparse and grad.dtype in HALF and not grad.is_coalesced():
+            # Summed in float32, since some devices can't coalesce float16; a sum that doesn't fit becomes inf again.
+            wide = torch.complex64 if grad.dtype.is_complex else torch.float32
+            param.grad = grad.to(wide).coalesce().to(grad.dtype)
+
+
+def check_dtypes(optimizer: torch.optim.Optimizer, buckets: list[Bucket]) -> None:
+    """Refuse float16 gradients, before any gradient is touched.
+
+    Raises:
+        Fp16GradientError: There are some; the message names them.
+    """
+    if not any(bucket.dtype in HALF for bucket in buckets):
+        return
+    names = name_gradients(optimizer, lambda grad: grad.dtype in HALF)
+    raise Fp16GradientError(
+        f"Attempting to unscale FP16 gradients: {names}. Keep the parameters in float32 (model.float()) and let "
+        "mpamp.autocast run their ops in float16; or, to train in float16 throughout, make the scaler with "
+        "allow_fp16_grads=True."
+    )
+
+
+def name_gradients(optimizer: torch.optim.Optimizer, is_wanted: Callable[[Tensor], bool]) -> str:
+    """Name the parameters whose gradients are wanted: the first few, and how many more; "" if there are none."""
+    found = [_describe(optimizer, *place) for place in _parameters(optimizer) if _has(place[2], is_wanted)]
+    more = len(found) - NAMED_AT_MOST
+    return "; ".join(found[:NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else "")
+
+
+def has_non_finite(grad: Tensor) -> bool:
+    """Tell whether a gradient has an inf or NaN; of a DTensor, whether this rank's part has. Reads the device."""
+    mesh, _ = _mesh_of(grad)
+    local: Tensor = grad if mesh is None else grad.to_local()  # type: ignore[attr-defined]
+    return not bool(torch.isfinite(values_of(local)).all())
+
+
+def _has(param: Tensor, is_wanted: Callable[[Tensor], bool]) -> bool:
+    return param.grad is not None and is_wanted(param.grad)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, int, Tensor]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for place, param in enumerate(group["params"]):
+            yield number, place, param
+
+
+def _describe(optimizer: torch.optim.Optimizer, number: int, place: int, param: Tensor) -> str:
+    names = optimizer.param_groups[number].get("param_names")
+    name = f"parameter {names[place]!r}" if names else f"parameter {place}"
+    dtype = param.dtype if param.grad is None else param.grad.dtype
+    return f"{name} of group {number}, shape {tuple(param.shape)}, gradient {dtype}"

@@ -1,0 +1,144 @@
+"""What a scaler does on the device: unscale and check gradients, and move the scale. Never waits for it."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..registry import device_state
+from .gradients import Bucket
+
+__all__ = ["Rule", "combine", "inverse", "is_on_host", "unscale_bucket_", "update_scale_"]
+
+UNSCALE = "aten::_amp_foreach_non_finite_check_and_unscale_"
+UPDATE = "aten::_amp_update_scale_"
+_REALS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_LOW = frozenset({torch.float16, torch.bfloat16})
+
+
+class Rule(NamedTuple):
+    """How the scale moves; ``ScaleState`` says what each means."""
+
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float | None
+    max_scale: float | None
+
+
+@functools.cache
+def has_kernel(device_type: str, op: str) -> bool:
+    """Tell whether a device has a kernel of its own for an op, as its backend says."""
+    return device_state(device_type).backend.has_kernel(op)
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Tell whether the host can read a tensor without waiting for a device."""
+    return tensor.device.type not in _asynchronous()
+
+
+@functools.cache
+def _asynchronous() -> frozenset[str]:
+    accelerator = torch.accelerator.current_accelerator()
+    return frozenset(() if accelerator is None else (accelerator.type,))
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return 1 / scale as float32, computed in float64 where the device has it."""
+    if _has_float64(scale.device):
+        return scale.double().reciprocal().float()
+    return scale.reciprocal()
+
+
+@functools.cache
+def _has_float64(device: torch.device) -> bool:
+    try:
+        torch.ones((), device=device).double().reciprocal()
+    except (TypeError, RuntimeError):  # Metal refuses the dtype, some Intel GPUs the kernel
+        return False
+    return True
+
+
+def unscale_bucket_(bucket: Bucket, found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Multiply gradients by ``inv_scale`` in place; set ``found_inf`` to 1 if any had an inf or NaN.
+
+    Args:
+        bucket: Gradients; DTensors of one mesh and of the same placements.
+        found_inf: Shape [], float32, on their device; kept at 1 if it is 1. Reduced over a mesh that shards them.
+        inv_scale: Shape [], float32, on their device.
+    """
+    has_op = has_kernel(bucket.device.type, UNSCALE)
+    if bucket.mesh is not None and (not has_op or bucket.dtype.is_complex):
+        local = [grad.to_local() for grad in bucket.tensors]  # type: ignore[attr-defined]
+        unscale_bucket_(Bucket(bucket.device, bucket.dtype, local), found_inf, inv_scale)
+        _reduce_over_mesh_(found_inf, bucket)
+        return
+    grads, dtype = bucket.tensors, bucket.dtype
+    if dtype.is_complex:
+        grads, dtype = list(map(_real_view, grads)), _REALS[dtype]
+    if has_op:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+    else:
+        _check_and_unscale_(grads, dtype, found_inf, inv_scale)
+
+
+def _real_view(grad: Tensor) -> Tensor:
+    # The conjugate of a lazily conjugated tensor is its memory as it is.
+    return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
+
+
+def _check_and_unscale_(grads: list[Tensor], dtype: torch.dtype, found_inf: Tensor, inv_scale: Tensor) -> None:
+    for grad in grads:
+        is_bad = torch.isfinite(grad).all().logical_not().to(found_inf.dtype)
+        found_inf.copy_(torch.maximum(found_inf, is_bad))
+        if dtype in _LOW:
+            grad.copy_(grad.float() * inv_scale)  # float16 may not hold the inverse of the scale
+        else:
+            grad.mul_(inv_scale)
+
+
+def _reduce_over_mesh_(found_inf: Tensor, bucket: Bucket) -> None:
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    placements = [Replicate() if p.is_replicate() else Partial("max") for p in bucket.placements]
+    found_inf.copy_(DTensor.from_local(found_inf.clone(), bucket.mesh, placements, run_check=False).full_tensor())
+
+
+def combine(found_infs: list[Tensor], device: torch.device) -> Tensor:
+    """Return 1 if any of the tensors is 1, else 0: shape [], float32, on a device. Changes none of them.
+
+    A sum would not do: fused kernels skip where it is exactly 1.
+    """
+    moved = [found_inf.to(device, non_blocking=True) for found_inf in found_infs]
+    return moved[0] if len(moved) == 1 else torch.stack([found_inf.reshape(()) for found_inf in moved]).amax()
+
+
+def update_scale_(scale: Tensor, tracker: Tensor, found_inf: Tensor, rule: Rule) -> None:
+    """Move the scale and the growth tracker in place, as ``ScaleState.next`` says.
+
+    Args:
+        scale: Shape [], float32.
+        tracker: Shape [], int32.
+        found_inf: Shape [], float32, on the same device; above 0 if an inf or NaN was found.
+        rule: How they move.
+    """
+    if has_kernel(scale.device.type, UPDATE):
+        torch._amp_update_scale_(
+            scale, tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
+        )
+    else:
+        _update_scale_(scale, tracker, found_inf, rule)
+    scale.clamp_(rule.min_scale, rule.max_scale)
+
+
+def _update_scale_(scale: Tensor, tracker: Tensor, found_inf: Tensor, rule: Rule) -> None:
+    found = found_inf > 0
+    count = tracker + 1
+    is_due = count >= rule.growth_interval
+    grown = scale * rule.growth_factor
+    kept = torch.where(is_due & torch.isfinite(grown), grown, scale)
+    scale.copy_(torch.where(found, scale * rule.backoff_factor, kept))
+    tracker.copy_(torch.where(found | is_due, torch.zeros_like(tracker), count))

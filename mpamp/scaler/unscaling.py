@@ -1,0 +1,116 @@
+"""The part of the scaler that scales losses, and unscales and checks gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _MultiDeviceReplicator
+
+from . import gradients, kernels
+from .outputs import map_tensors
+from .settings import ScalerSettings
+
+__all__ = ["UnscalingPart"]
+
+Optimizer = torch.optim.Optimizer
+
+
+class UnscalingPart(ScalerSettings):
+    """Losses in, unscaled gradients out; whether there was an inf or NaN is kept on the device."""
+
+    def scale(self, outputs: Any) -> Any:
+        """Return losses multiplied by the scale: a tensor, or tensors in nested containers, whose classes are kept.
+
+        Example:
+            >>> from mpamp.scaler import GradScaler
+            >>> GradScaler("cpu", init_scale=4.0).scale({"loss": torch.tensor(1.5)})
+            {'loss': tensor(6.)}
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return outputs * self._scale_for(outputs).to(device=outputs.device, non_blocking=True)
+        copies: list[_MultiDeviceReplicator] = []
+
+        def scaled(tensor: Tensor) -> Tensor:
+            if not copies:
+                copies.append(_MultiDeviceReplicator(self._scale_for(tensor)))
+            return tensor * copies[0].get(tensor.device)
+
+        return map_tensors(scaled, outputs)
+
+    def _scale_for(self, tensor: Tensor) -> Tensor:
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(tensor.device)
+        assert self._scale is not None
+        return self._scale
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        assert self._scale is not None
+        self._history.place(self._scale.device)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, in place, and note whether one has an inf or NaN.
+
+        Call it before gradients are clipped or looked at; otherwise ``step`` does it. A gradient that another
+        optimizer owns too is unscaled once. Does not wait for the device.
+
+        Raises:
+            RuntimeError: It was called for this optimizer since the last update, or comes after its step.
+            Fp16GradientError: There are float16 gradients, and ``allow_fp16_grads`` is off. None is touched then.
+            ScalerUsageError: A gradient was unscaled with another optimizer and changed since.
+            AssertionError: Nothing was scaled yet.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        found = self._unscale_grads_(optimizer, kernels.inverse(scale), found_inf, self._allow_fp16_grads)
+        state["found_inf_per_device"] = self._on_all_ranks(found)
+        self._ledger.record(optimizer)
+        state["stage"] = OptState.UNSCALED
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        inverses, found = _MultiDeviceReplicator(inv_scale), _MultiDeviceReplicator(found_inf)
+        with torch.no_grad():
+            scaled, unscaled = self._ledger.split(optimizer)
+            buckets = gradients.sort_gradients(scaled)
+            if not allow_fp16:
+                gradients.check_dtypes(optimizer, buckets)
+            elif any(bucket.may_overflow_when_merged for bucket in buckets):
+                gradients.merge_duplicates_(optimizer)
+                scaled, unscaled = self._ledger.split(optimizer)
+                buckets = gradients.sort_gradients(scaled)
+            for bucket in buckets:
+                kernels.unscale_bucket_(bucket, found.get(bucket.device), inverses.get(bucket.device))
+            if unscaled:
+                ones = _MultiDeviceReplicator(torch.ones_like(inv_scale))
+                for bucket in gradients.sort_gradients(unscaled):
+                    kernels.unscale_bucket_(bucket, found.get(bucket.device), ones.get(bucket.device))
+        return found._per_device_tensors or {found_inf.device: found_inf}
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> Any:
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        one = torch.ones((), dtype=torch.float32, device=scale.device)
+        found = self._on_all_ranks(self._unscale_grads_(optimizer, one, torch.zeros_like(one), True))
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
+
+    def _on_all_ranks(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        """Return what was found on any rank of the process group, also by a rank that has no gradient itself."""
+        if self.process_group is None:
+            return found
+        scale, _ = self._check_scale_growth_tracker("step")
+        combined = kernels.combine(list(found.values()), scale.device)
+        torch.distributed.all_reduce(combined, op=torch.distributed.ReduceOp.MAX, group=self.process_group)
+        return {scale.device: combined}
