@@ -96,9 +96,7 @@ def main() -> None:
     )
     ratio = max(r["ratio"] for r in rows if r["calls"].startswith("scale, unscale_"))
     print(f"\nscale + unscale_ + step + update: at most {ratio:.2f} of torch's time (target: at most {TARGET})")
-    write_json(
-        options.json, "scaler", options.device, settings(options), target=TARGET, ratio=ratio, rows=rows
-    )
+    write_json(options.json, "scaler", options.device, settings(options), target=TARGET, ratio=ratio, rows=rows)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class _Spec:
 
 
 _regions: dict[Any, Region] = {}
-_plain: dict[tuple[str | torch.device | None, torch.dtype | None], Region] = {}
+_plain: dict[tuple[str | torch.device, torch.dtype | None], Region] = {}
 _warned: set[str] = set()
 
 
@@ -165,6 +165,8 @@ def autocast(
     """
     if is_dynamo_compiling() or _compiler._is_compiling_flag:
         return _traced(_traced_contexts(device, dtype, enabled, ops))  # type: ignore[return-value]
+    if device is None:
+        device = _device_type(None)
     if enabled is True and cache_enabled is True and ops is None and persistent_cache is False:
         region = _plain.get((device, dtype))
         if region is None:
@@ -243,7 +245,8 @@ class Region:
         """Switch autocast off; or, on a device that isn't on this machine, do nothing."""
         key, entries = None if spec.enabled else spec.key, _thread.state.entries
         mark = entries[-1][1] if entries else _scope.read_mark()
-        entries.append((self, mark, key, key is not None and _is_excluded(key)))
+        excluded = key is not None and _is_excluded(key)
+        entries.append((self, mark, key, excluded, None, mark, None, None, None, None))
         if key is not None:
             _set_excluded(key, True)
         return self
@@ -253,31 +256,25 @@ class Region:
     ) -> None:
         state = _thread.state
         entries = state.entries
-        saved = entries.pop() if entries and entries[-1][0] is self else self._take(entries)
-        if len(saved) == 4:
-            _leave_disabled(*saved)
+        saved = entries.pop() if entries and entries[-1][0] is self else _take(self, entries)
+        if saved is None:
             return
         _, inner, key, excluded, spec, mark, outer, dtype, cache, span = saved
-        _set_excluded(key, excluded)
-        _set_dtype(spec.type, dtype)
-        _set_cache(cache)
-        if mark != inner:
-            if mark == NO_MARK and inner == DEFAULT_MARK:
-                _set_excluded(_FIRST_KEY, True)
-            else:
-                _scope.write_mark(inner, mark)
-        if span is not None:
-            span.close()
-        state.scopes[spec.index] = outer
+        if key is not None:
+            _set_excluded(key, excluded)
+        if spec is not None:
+            _set_dtype(spec.type, dtype)
+            _set_cache(cache)
+            if mark != inner:
+                if mark == NO_MARK and inner == DEFAULT_MARK:
+                    _set_excluded(_FIRST_KEY, True)
+                else:
+                    _scope.write_mark(inner, mark)
+            if span is not None:
+                span.close()
+            state.scopes[spec.index] = outer
         if not entries and state.casts:
             state.casts.clear()
-
-    def _take(self, entries: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Return this region's last entry on this thread, where regions aren't left in the reverse order."""
-        for index in range(len(entries) - 1, -1, -1):
-            if entries[index][0] is self:
-                return entries.pop(index)
-        raise RegionError("a region was left on a thread that had not entered it; its own thread still has it open.")
 
     @overload
     def __call__(self, function: F) -> F: ...
@@ -313,14 +310,40 @@ def _is_fake(device_type: str) -> bool:
         warnings.warn(
             f"device {device_type!r} is not available on this machine: autocast regions for it do nothing.",
             MpampWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return False
 
 
-def _leave_disabled(region: Region, mark: int, key: Any, excluded: bool) -> None:
-    if key is not None:
-        _set_excluded(key, excluded)
+_KEY, _EXCLUDED, _SPEC, _MARK, _OUTER, _DTYPE, _CACHE, _SPAN = range(2, 10)
+
+
+def _take(region: Region, entries: list[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+    """Take out the entry of a region that isn't left in the reverse order; what is on now stays on.
+
+    What it would have restored is handed to the regions entered since, which restore it when they are left.
+    Returns the entry where nothing has been entered since on its device, None otherwise.
+    """
+    index = next((i for i in range(len(entries) - 1, -1, -1) if entries[i][0] is region), None)
+    if index is None:
+        raise RegionError("a region was left on a thread that had not entered it; its own thread still has it open.")
+    left = list(entries.pop(index))
+    for later in range(index, len(entries)):
+        heir = list(entries[later])
+        if left[_SPEC] is not None and heir[_SPEC] is not None and left[_CACHE] is not None:
+            # The mark and torch's cache flag are the thread's, whatever the device.
+            heir[_MARK], heir[_CACHE], left[_CACHE] = left[_MARK], left[_CACHE], None
+            left[_MARK] = left[1] = heir[1]
+        if heir[_KEY] is left[_KEY] and heir[_KEY] is not None:
+            heir[_EXCLUDED] = left[_EXCLUDED]
+            if heir[_SPEC] is not None and left[_SPEC] is not None:
+                heir[_OUTER], heir[_DTYPE] = left[_OUTER], left[_DTYPE]
+                left[_SPEC] = None
+            left[_KEY] = None
+        entries[later] = tuple(heir)
+    if left[_SPEC] is not None and left[_CACHE] is None:
+        left[_CACHE] = _get_cache()
+    return tuple(left)
 
 
 # -- As a decorator ----------------------------------------------------------------------------------
@@ -434,41 +457,33 @@ def _traced_contexts(
         # torch.autocast takes no float32 on most devices: say it by the table instead.
         lower = {op: "fp32" for op, row in spec.scope.table.items() if CastPolicy.LOWER_PRECISION_FP in row.policies()}
         table, run_dtype = spec.scope.table.override(lower, source="float32"), spec.device.backend.default_dtype
-    mark = _scope.compose_mark(_scope.NO_MARK, spec.device.type, table)
+    mark = _scope.compose_mark(_scope.read_mark(), spec.device.type, table, is_compiled=True)
     install(spec.device, spec.scope.table if table is None else table, run_dtype)
-    marks = tuple((name, digit, True) for name, digit in _scope.mark_contexts(mark))
-    return ((spec.device.type, run_dtype, True), *marks)
+    return ((spec.device.type, run_dtype, True), *_scope.mark_contexts(mark))
 
 
 _traced_contexts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it, and keeps the result
 
 
 def _traced(contexts: tuple[tuple[str, torch.dtype, bool], ...]) -> contextlib.AbstractContextManager[None]:
-    return (_traced_1, _traced_2, _traced_3, _traced_4)[len(contexts) - 1](*contexts)
+    return _traced_device(*contexts) if len(contexts) == 1 else _traced_region(*contexts)
+
+
+# In both, torch's cache is on: kernels take it as the sign to look for a mark.
 
 
 @contextlib.contextmanager
-def _traced_1(a: Any) -> Iterator[None]:
-    with torch.autocast(a[0], dtype=a[1], enabled=a[2], cache_enabled=False):
+def _traced_device(device: Any) -> Iterator[None]:
+    with torch.autocast(device[0], dtype=device[1], enabled=device[2], cache_enabled=True):
         yield
 
 
 @contextlib.contextmanager
-def _traced_2(a: Any, b: Any) -> Iterator[None]:
+def _traced_region(device: Any, first: Any, second: Any, third: Any) -> Iterator[None]:
     with (
-        torch.autocast(a[0], dtype=a[1], enabled=a[2], cache_enabled=False),
-        torch.autocast(b[0], dtype=b[1], enabled=b[2], cache_enabled=False),
+        torch.autocast(device[0], dtype=device[1], enabled=device[2], cache_enabled=True),
+        torch.autocast(first[0], dtype=first[1], enabled=first[2], cache_enabled=True),
+        torch.autocast(second[0], dtype=second[1], enabled=second[2], cache_enabled=True),
+        torch.autocast(third[0], dtype=third[1], enabled=third[2], cache_enabled=True),
     ):
-        yield
-
-
-@contextlib.contextmanager
-def _traced_3(a: Any, b: Any, c: Any) -> Iterator[None]:
-    with _traced_2(a, b), torch.autocast(c[0], dtype=c[1], enabled=c[2], cache_enabled=False):
-        yield
-
-
-@contextlib.contextmanager
-def _traced_4(a: Any, b: Any, c: Any, d: Any) -> Iterator[None]:
-    with _traced_3(a, b, c), torch.autocast(d[0], dtype=d[1], enabled=d[2], cache_enabled=False):
         yield

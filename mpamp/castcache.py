@@ -69,12 +69,13 @@ class _Linked(torch.autograd.Function):
 class _Entry:
     """One cast, and what must still be true of the weight for it to count."""
 
-    __slots__ = ("data_ptr", "graph", "low", "storage", "stride", "version", "weight")
+    __slots__ = ("data_ptr", "graph", "low", "numel", "storage", "stride", "version", "weight")
 
     def __init__(self, weight: Tensor, low: Tensor, ref: weakref.ref[Tensor]) -> None:
         self.low, self.weight = low, ref
         self.graph: weakref.ref[Tensor] | None = None
-        self.version, self.data_ptr, self.stride = weight._version, weight.data_ptr(), weight.stride()
+        self.version, self.data_ptr = weight._version, weight.data_ptr()
+        self.stride, self.numel = weight.stride(), weight.numel()
         # The weak reference keeps the storage's identity from being reused, without keeping its memory.
         self.storage = StorageWeakRef(weight.untyped_storage())
 
@@ -111,6 +112,7 @@ class CastCache(threading.local):
             or entry.data_ptr != tensor.data_ptr()
             or entry.storage.cdata != tensor.untyped_storage()._cdata
             or entry.stride != tensor.stride()
+            or entry.numel != tensor.numel()
         ):
             return None
         return _link(entry, tensor) if tensor.requires_grad and _is_grad_enabled() else entry.low
@@ -125,14 +127,21 @@ class CastCache(threading.local):
             entries[key] = entry = _Entry(weight, graph.detach(), ref)
             entry.graph = weakref.ref(graph)
             return graph
-        with torch.inference_mode(False), torch.no_grad():
-            low = weight.to(dtype)
+        low = _to_outside_inference(weight, dtype)
         entries[key] = _Entry(weight, low, ref)
         return low
 
     def drop(self, weight: Tensor, dtype: torch.dtype) -> None:
         """Forget the kept cast of a weight to ``dtype``, if there is one."""
         self.entries.pop((id(weight), dtype), None)
+
+
+def _to_outside_inference(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast without a graph; under inference_mode too the result can be saved for a later backward pass."""
+    if not torch.is_inference_mode_enabled():
+        return weight.detach().to(dtype)
+    with torch.inference_mode(False), torch.no_grad():
+        return weight.to(dtype)
 
 
 def _link(entry: _Entry, weight: Tensor) -> Tensor:

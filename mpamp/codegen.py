@@ -16,11 +16,13 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch._ops import OpOverload
 
 from . import scope as _scope
 from .castcache import is_weight
 from .eligibility import find_overload, is_in_place, overload_name
+from .oplists import lower_precision_ops
 from .optable import APPEND_DTYPE
 from .policy import CASTABLE, CastPolicy, target_dtype
 
@@ -40,6 +42,10 @@ _FAST: dict[str, Callable[..., Any]] = {
 _ARITHMETIC = "add sub mul div multiply divide subtract true_divide floor_divide rsub remainder"
 TAKE_NUMBERS = {f"aten::{name}{suffix}" for name in _ARITHMETIC.split(" ") for suffix in ("", "_")}
 """Ops whose kernel is given a number where the call had one in a tensor's place."""
+
+# Dynamo must not compile kernels that the eager part of a compiled function comes to.
+_set_strategy = eval_frame.set_code_exec_strategy
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 Resolve = Callable[["DeviceState"], "_scope.Scope | None"]
 
@@ -69,7 +75,7 @@ def build(
     """
     arguments, name = op._schema.arguments, overload_name(op)
     unlisted = _unlisted(device, op)
-    cast = caster(device, keep=all(r.alias_info is None for r in op._schema.returns))
+    cast, cast_apart = caster(device, keep=_returns_new(op)), caster(device, keep=False)
     append = find_overload(APPEND_DTYPE[name]) if name in APPEND_DTYPE else None
     environment: dict[str, Any] = {
         "OP": name,
@@ -91,11 +97,16 @@ def build(
         "resolve": resolve,
         "graph_task": _scope.graph_task,
         "mode_depth": _scope.mode_depth,
+        "is_overlaid": torch.is_autocast_cache_enabled,  # a region turns it off; a compiled program's regions, on
         "get_dtype": torch.get_autocast_dtype,
         "set_excluded": torch._C._dispatch_tls_set_dispatch_key_excluded,
         "target_of": _target_of(device, name),
         "cast": cast,
-        "cast_all": lambda tensors, target, scope: [t if t is None else cast(t, target, scope) for t in tensors],
+        "cast_all": lambda tensors, target, scope: [
+            # A product of one tensor may be a view of it.
+            t if t is None else (cast if len(tensors) > 1 else cast_apart)(t, target, scope)
+            for t in tensors
+        ],
         "outside": unlisted if native is None else native,
         "absent": _absent(name, native, unlisted),
         "call": _FAST.get(name, op._op),
@@ -106,12 +117,23 @@ def build(
     exec(_compiled(source), environment)
     kernel: FunctionType = environment["kernel"]
     kernel.__code__ = kernel.__code__.replace(co_filename=file, co_name=name)  # for profilers and tracebacks
+    _set_strategy(kernel.__code__, _SKIP)
     return kernel
 
 
 @functools.cache
 def _compiled(source: str) -> CodeType:
     return compile(source, "<mpamp kernel>", "exec")
+
+
+def _returns_new(op: OpOverload) -> bool:
+    """Tell whether an op surely returns no argument, nor a view of one: a kept cast must not reach the user.
+
+    A composite op's schema may not say so (dropout returns its input in evaluation).
+    """
+    name = overload_name(op)
+    is_declared = all(r.alias_info is None for r in op._schema.returns)
+    return is_declared and (not name.startswith("aten::") or name in lower_precision_ops())
 
 
 def _unlisted(device: DeviceState, op: OpOverload) -> Callable[..., Any]:
@@ -170,6 +192,10 @@ def caster(device: DeviceState, *, keep: bool) -> Callable[[torch.Tensor, torch.
     return cast
 
 
+_WRITTEN = {"running_mean", "running_var"}
+"""Arguments that normalization layers write into, though their schemas don't say so: a cast would lose the update."""
+
+
 def kernel_source(op: OpOverload) -> str:
     """Return the Python source of an op's kernel, specialised on its schema.
 
@@ -185,7 +211,7 @@ def kernel_source(op: OpOverload) -> str:
     positional, keywords = [i for i, a in arguments if not a.kwarg_only], [i for i, a in arguments if a.kwarg_only]
     head = ["_keys", *(signed[i] for i in positional), *(["*"] if keywords else []), *(signed[i] for i in keywords)]
     passed = ", ".join([*(names[i] for i in positional), *(f"{arguments[i][1].name}={names[i]}" for i in keywords)])
-    tensors = [(names[i], str(a.type)) for i, a in arguments if "Tensor" in str(a.type)]
+    tensors = [(names[i], str(a.type)) for i, a in arguments if "Tensor" in str(a.type) and a.name not in _WRITTEN]
     if op._schema.name in TAKE_NUMBERS:
         tensors = [(name, "Number") for name, _ in tensors]
     body = _in_place_body(tensors) if is_in_place(op) else [*_body(tensors), *_dtype_lines(op, names, tensors, passed)]
@@ -193,7 +219,7 @@ def kernel_source(op: OpOverload) -> str:
     return f"""\
 def kernel({", ".join(head)}):
     _scope = thread.state.scopes[INDEX]
-    if _scope is None or graph_task() != _scope.task or mode_depth():
+    if _scope is None or graph_task() != _scope.task or mode_depth() or is_overlaid():
         _scope = resolve(device)
         if _scope is None:
             return outside(_keys, {passed})

@@ -35,7 +35,8 @@ def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: 
 
     Args:
         fwd: The function; without it a decorator is returned.
-        device_type: Whose autocast state counts. None is that of each device that the inputs are on.
+        device_type: Whose autocast state counts. None is that of each device that the tensors among the inputs
+            are on.
         cast_inputs: Within a region, cast the floating inputs on its device, except float64 ones, to this dtype
             and run ``forward`` and ``backward`` with autocast off. Inputs in nested lists, tuples and mappings
             are cast too, and the containers keep their class. Outside of regions it has no effect.
@@ -163,9 +164,10 @@ def _setup_context(
     @functools.wraps(setup)
     def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
         types = _types(device_type, inputs)
-        _save(ctx, types, cast_inputs)
         active = _active(types, cast_inputs)
-        return setup(ctx, _cast(inputs, active, cast_inputs) if active else inputs, output)
+        result = setup(ctx, _cast(inputs, active, cast_inputs) if active else inputs, output)
+        _save(ctx, types, cast_inputs)  # last, for a base class may have kept the state by a rule of its own
+        return result
 
     return setup_context
 

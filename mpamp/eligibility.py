@@ -42,6 +42,8 @@ def is_out_of_place(op: OpOverload) -> bool:
         (True, False)
     """
     arguments = op._schema.arguments
+    if not torch._C._dispatch_has_kernel(overload_name(op)):
+        return False  # TorchScript's own, such as einsum.sublist
     has_tensor = any("Tensor" in str(a.type) for a in arguments)
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
     return has_tensor and not writes

@@ -184,7 +184,7 @@ def tag_compiler_caches() -> None:
     from .registry import devices_in_use
 
     parts = [f"{d.type}={d.table.fingerprint}" for d in sorted(devices_in_use(), key=lambda d: d.type)]
-    parts += [",".join(sorted(f"{d}={t.fingerprint}" for d, t in pairs)) for pairs in _scope.tables_in_use()]
+    parts += [f"{m}:" + ",".join(sorted(f"{d}={t.fingerprint}" for d, t in p)) for m, p in _scope.tables_in_use()]
     import torch.compiler.config as config
 
     digest = hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
+from . import scope as _scope
 from .backends.base import Backend
 from .eligibility import find_overload
 from .errors import OpTableError, PluginConflictError
@@ -73,6 +74,7 @@ class DeviceState:
 
     def set_rules(self, rules: dict[str, Row]) -> None:
         """Replace the user's process-wide rules."""
+        _scope.record_default(self.type, self.table)
         self.user_rules = rules
         self._apply()
         _forget_compiled_code()

@@ -16,6 +16,8 @@ from .registry import devices_in_use
 
 __all__ = ["DeviceAutocast", "is_compiling", "run_in", "run_without", "scope_now"]
 
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+
 
 def is_compiling() -> bool:
     """Tell whether Dynamo or export is tracing: torch's own regions are used then, for they understand those."""
@@ -102,18 +104,17 @@ def _off(device_type: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _plain(device_type: str, dtype: torch.dtype) -> Iterator[None]:
     """Be in a region of torch's own, and in none of mpamp's."""
-    mark = _scope.read_mark()
-    if mark == _scope.NO_MARK:
+    if _scope.read_mark() == _scope.NO_MARK:
         with torch.autocast(device_type, dtype=dtype):
             yield
         return
     scopes = _scope.THREAD.state.scopes
     outer = list(scopes)
     scopes[:] = [None] * len(scopes)
-    _scope.write_mark(mark, _scope.NO_MARK)
+    _set_excluded(_scope.FIRST_KEY, True)
     try:
         with torch.autocast(device_type, dtype=dtype, cache_enabled=True):
             yield
     finally:
-        _scope.write_mark(_scope.NO_MARK, mark)
+        _set_excluded(_scope.FIRST_KEY, False)
         scopes[:] = outer

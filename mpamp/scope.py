@@ -74,9 +74,11 @@ MAX_DEVICES = 32
 class ThreadState:
     """One thread's open regions."""
 
-    __slots__ = ("casts", "entries", "scopes")
+    __slots__ = ("carried", "casts", "entries", "scopes")
 
     def __init__(self) -> None:
+        self.carried: list[torch.dtype] = []
+        """The carriers' own dtypes, while a mark of another table is in their place."""
         self.entries: list[tuple[Any, ...]] = []
         """What leaving each open region restores, outermost first."""
         self.scopes: list[Scope | None] = [None] * MAX_DEVICES
@@ -105,7 +107,22 @@ _KEYS = [
 ]
 FIRST_KEY = _KEYS[0]
 _DIGITS = [torch.float16, torch.bfloat16]  # what torch.autocast accepts, so compiled programs can carry it
-_MORE_DIGITS = [torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
+_MORE_DIGITS = [
+    getattr(torch, name)
+    for name in [
+        "float32",
+        "float64",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+        "complex64",
+        "complex128",
+        "complex32",
+    ]
+]
 
 _State = tuple["torch.dtype | None", ...]
 
@@ -117,39 +134,49 @@ def _states(digits: list[torch.dtype]) -> list[_State]:
 _few = _states(_DIGITS)
 _STATES = _few + [s for s in _states(_DIGITS + _MORE_DIGITS) if s not in set(_few)]
 _MARKS = {state: mark for mark, state in enumerate(_STATES)}
-MAX_COMPILED_MARK = len(_few) - 1
+_COMPILED_MARKS = range(1, len(_few))
+_EAGER_MARKS = range(len(_few), len(_STATES))
 
-_tables: list[frozenset[tuple[str, OpTable]]] = [frozenset()]
-_marks: dict[frozenset[tuple[str, OpTable]], int] = {frozenset(): DEFAULT_MARK}
+_Tables = frozenset[tuple[str, OpTable]]
+_tables: dict[int, _Tables] = {DEFAULT_MARK: frozenset()}
+_marks: dict[tuple[_Tables, bool], int] = {(frozenset(), c): DEFAULT_MARK for c in (False, True)}
 _lock = threading.Lock()
 
 
-def compose_mark(outer: int, device_type: str, table: OpTable | None) -> int:
-    """Return the mark of the region ``outer`` with one device's table replaced; None is its default."""
+def compose_mark(outer: int, device_type: str, table: OpTable | None, *, is_compiled: bool = False) -> int:
+    """Return the mark of the region ``outer`` with one device's table replaced; None is its default.
+
+    Raises:
+        RegionError: There are more tables in this process than can be told apart.
+    """
     if table is None and outer <= DEFAULT_MARK:
         return DEFAULT_MARK
-    kept = {(d, t) for d, t in _tables[max(outer, DEFAULT_MARK)] if d != device_type}
+    kept = {(d, t) for d, t in _tables.get(outer, frozenset()) if d != device_type}
     wanted = frozenset(kept if table is None else kept | {(device_type, table)})
     with _lock:
-        mark = _marks.get(wanted)
+        mark = _marks.get((wanted, is_compiled))
         if mark is None:
-            mark = len(_tables)
-            if mark >= len(_STATES):
-                raise RegionError(f"over {len(_STATES)} different op tables in one process; reuse OpTable objects.")
-            _tables.append(wanted)
-            _marks[wanted] = mark
+            free = _COMPILED_MARKS if is_compiled else _EAGER_MARKS
+            mark = next((m for m in free if m not in _tables), NO_MARK)
+            if mark == NO_MARK:
+                where = "inside compiled functions" if is_compiled else "in one process"
+                raise RegionError(
+                    f"regions with over {len(free)} different op tables {where}: torch's state can't tell more apart. "
+                    "Reuse OpTable objects, or put the region around the compiled function."
+                )
+            _tables[mark] = wanted
+            _marks[wanted, is_compiled] = mark
     return mark
 
 
-def tables_in_use() -> list[frozenset[tuple[str, OpTable]]]:
+def tables_in_use() -> list[tuple[int, _Tables]]:
     """Return the tables behind every mark so far, in order of first use."""
-    return list(_tables)
+    return list(_tables.items())
 
 
 def table_of_mark(mark: int, device: DeviceState) -> OpTable:
     """Return a device's table under a mark; a mark made by another process means the default."""
-    pairs = _tables[mark] if mark < len(_tables) else frozenset()
-    return next((t for d, t in pairs if d == device.type), device.table)
+    return next((t for d, t in _tables.get(mark, ()) if d == device.type), device.table)
 
 
 def read_mark() -> int:
@@ -170,27 +197,17 @@ def write_mark(before: int, mark: int) -> None:
     if before <= DEFAULT_MARK and mark <= DEFAULT_MARK:
         _set_excluded(FIRST_KEY, mark == NO_MARK)
         return
-    _set_excluded(FIRST_KEY, mark == NO_MARK)
-    state = _STATES[max(mark, DEFAULT_MARK)]
-    for key, name, dtype in zip(_KEYS, CARRIERS, state, strict=True):
-        if key is not FIRST_KEY:
-            _set_excluded(key, dtype is None)
-        if dtype is not None:
-            _set_dtype(name, dtype)
+    thread, state = THREAD.state, _STATES[max(mark, DEFAULT_MARK)]
+    if before <= DEFAULT_MARK:
+        thread.carried = [_get_dtype(name) for name in CARRIERS]
+    for key, name, dtype, own in zip(_KEYS, CARRIERS, state, thread.carried, strict=True):
+        _set_excluded(key, dtype is None or mark == NO_MARK)
+        _set_dtype(name, own if dtype is None or mark <= DEFAULT_MARK else dtype)
 
 
-def mark_contexts(mark: int) -> list[tuple[str, torch.dtype]]:
-    """Return the (device, dtype) pairs of ``torch.autocast`` that carry a mark through a compiled program.
-
-    Raises:
-        RegionError: This process uses more tables than a compiled program can tell apart.
-    """
-    if mark > MAX_COMPILED_MARK:
-        raise RegionError(
-            f"over {MAX_COMPILED_MARK} different op tables are in use, more than a region inside a compiled function "
-            "can carry. Reuse OpTable objects, or put the region around the compiled function."
-        )
-    return [(name, dtype) for name, dtype in zip(CARRIERS, _STATES[mark], strict=True) if dtype is not None]
+def mark_contexts(mark: int) -> list[tuple[str, torch.dtype, bool]]:
+    """Return what ``torch.autocast`` is given, a carrier each, so that a compiled program carries the mark."""
+    return [(name, dtype or _DIGITS[0], dtype is not None) for name, dtype in zip(CARRIERS, _STATES[mark], strict=True)]
 
 
 # -- Regions that autograd nodes were made in --------------------------------------------------------
@@ -215,7 +232,7 @@ class Span:
         return self.start <= nr and (self.end is None or nr < self.end)
 
 
-_spans: deque[Span] = deque(maxlen=1024)
+_spans: deque[Span] = deque(maxlen=1 << 14)
 """The latest regions with a table of their own, or in one that has; a node in none of them was made with
 the default table, or in no region of ours."""
 
@@ -227,6 +244,13 @@ def open_span(device_type: str, scope: Scope) -> Span:
     return span
 
 
+def record_default(device_type: str, table: OpTable) -> None:
+    """Record that nodes made so far, but in the other spans, were made with a table that is no longer the default."""
+    span = Span(device_type, table)
+    span.end, span.start = span.start, -1
+    _spans.append(span)
+
+
 def _table_of_node(device: DeviceState) -> OpTable | None:
     """Return the table of the recorded region that made the autograd node now running on this thread, or None."""
     node = torch._C._current_autograd_node()
@@ -234,8 +258,8 @@ def _table_of_node(device: DeviceState) -> OpTable | None:
         return None
     nr = node._sequence_nr()
     if THREAD.task != graph_task() or THREAD.node != (nr, device.type):
-        spans = [s for s in list(_spans) if s.device_type == device.type and s.has(nr)]
-        table = max(spans, key=lambda s: s.start).table if spans else None
+        spans = [s for s in reversed(list(_spans)) if s.device_type == device.type and s.has(nr)]
+        table = max(spans, key=lambda s: s.start).table if spans else None  # the innermost: of equals, the latest
         THREAD.task, THREAD.node, THREAD.table_of_node = graph_task(), (nr, device.type), table
     return THREAD.table_of_node
 
@@ -279,9 +303,11 @@ def resolve(device: DeviceState) -> Scope | None:
         return scope if _may_cache() else Scope(scope.table, None, scope.mark, task)
     if task == -1:
         return None if mark == NO_MARK else Scope(table_of_mark(mark, device), None, mark)
-    # Regions turn torch's own cache off, and checkpoint restores that flag: then the forward was in one.
+    # Regions turn torch's own cache off, and checkpoint restores that flag: then the forward was in one. Autograd's
+    # own threads don't have the flag, but have the mark of the thread that called backward.
+    is_ours = not torch.is_autocast_cache_enabled() or (scope is None and mark != NO_MARK)
     table = _table_of_node(device)
-    if table is None and (mark != NO_MARK or not torch.is_autocast_cache_enabled()):
+    if table is None and is_ours:
         table = device.table
     return None if table is None else Scope(table, None, mark, task)
 

@@ -116,7 +116,10 @@ def cast_counts() -> dict[str, int]:
     """Return how often six uses of a weight cast it."""
     x = torch.ones(2, 4, dtype=torch.bfloat16)
     cases: dict[str, tuple[bool, bool, int]] = {
-        "trainable": (True, True, 1), "frozen": (False, True, 1), "uncached": (True, False, 1), "two regions": (True, True, 2)
+        "trainable": (True, True, 1),
+        "frozen": (False, True, 1),
+        "uncached": (True, False, 1),
+        "two regions": (True, True, 2),
     }
     return {name: _casts_of(x, *case) for name, case in cases.items()}
 
@@ -138,7 +141,7 @@ def install_everything() -> int:
 
     names = ("default", "native", "uniform")
     tables: Iterator[Any] = (mpamp.OpTable.named(name, "cpu") for name in names)
-    opposite = {op: "fp32" for op in ("mm", "matmul", "softmax", "exp", "gelu", "sum", "norm", "index_add", "cat")}
+    opposite = dict.fromkeys(("mm", "matmul", "softmax", "exp", "gelu", "sum", "norm", "index_add", "cat"), "fp32")
     for ops in (None, opposite, {"index_put_": "promote"}, *tables):
         with mpamp.autocast("cpu", ops=ops):
             torch.ones(2, 2).mm(torch.ones(2, 2))

@@ -1,4 +1,4 @@
-"""Regions in programs that are compiled, exported, traced, transformed, recomputed, faked or distributed: dtypes as eager."""
+"""Regions in compiled, exported, traced, transformed, recomputed, faked and distributed programs: dtypes as eager."""
 
 from __future__ import annotations
 
@@ -80,17 +80,15 @@ def compiler_is_reset() -> Iterator[None]:
 def _tables_forgotten() -> Iterator[None]:
     """Forget the tables that other tests made regions with: compiled code can tell only a few apart."""
     scope, autocast = importlib.import_module("mpamp.scope"), importlib.import_module("mpamp.autocast")
-    kept: list[tuple[Any, Any]] = [
-        (each, each.copy()) for each in (scope._tables, scope._marks, autocast._regions, autocast._plain)
-    ]
-    del scope._tables[1:]
-    for mapping in (scope._marks, autocast._regions, autocast._plain):
+    kept = [(m, m.copy()) for m in (scope._tables, scope._marks, autocast._regions, autocast._plain)]
+    for mapping, _ in kept:
         mapping.clear()
-    scope._marks[frozenset()] = scope.DEFAULT_MARK
+    scope._tables[scope.DEFAULT_MARK] = frozenset()
+    scope._marks.update({(frozenset(), is_compiled): scope.DEFAULT_MARK for is_compiled in (False, True)})
     yield
-    for each, copied in kept:
-        each.clear()
-        each.extend(copied) if isinstance(each, list) else each.update(copied)
+    for mapping, copied in kept:
+        mapping.clear()
+        mapping.update(copied)
 
 
 def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
@@ -203,9 +201,14 @@ def test_region_inside_and_region_around(x: Tensor, outer: dict[str, Any], inner
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.xfail(strict=True, reason="the outer region's mark stays on in the inner one")
 def test_rules_of_an_inner_region_replace_the_outer_one_s_in_a_compiled_function(x: Tensor, backend: str) -> None:
-    tables = [FULL_SOFTMAX, FULL_MM, {"softmax": "fallthrough"}, {"mm": "fp32", "softmax": "fp32"}, {"mm": "fallthrough"}]
+    tables = [
+        FULL_SOFTMAX,
+        FULL_MM,
+        {"softmax": "fallthrough"},
+        {"mm": "fp32", "softmax": "fp32"},
+        {"mm": "fallthrough"},
+    ]
     for outer, inner in itertools.product(tables, tables):
 
         def function(x: Tensor, outer: Any = outer, inner: Any = inner) -> Any:
@@ -216,7 +219,6 @@ def test_rules_of_an_inner_region_replace_the_outer_one_s_in_a_compiled_function
         assert dtypes(compiled(function, backend)(x)) == in_region(x, ops=inner)
 
 
-@pytest.mark.xfail(strict=True, reason="the outer region's mark stays on in the inner one")
 def test_a_default_region_inside_one_with_rules_in_a_compiled_function(x: Tensor) -> None:
     def function(x: Tensor) -> Any:
         with mpamp.autocast("cpu", ops=FULL_SOFTMAX), mpamp.autocast("cpu"):
@@ -239,7 +241,6 @@ def test_a_compiled_function_leaves_torch_s_state_alone(x: Tensor) -> None:
     assert state() == before
 
 
-@pytest.mark.xfail(strict=True, reason="the 18th table of a process can't be used in a compiled function, even if the others never were")
 def test_rules_of_many_eager_regions_leave_room_for_compiled_ones() -> None:
     code = """
 import torch, mpamp
@@ -472,7 +473,6 @@ def test_region_in_a_function_with_a_graph_break(x: Tensor, ops: Any) -> None:
 
 @dynamo_may_warn
 @pytest.mark.parametrize("ops", [FULL_SOFTMAX, FULL_MM])
-@pytest.mark.xfail(strict=True, reason="Dynamo compiles the kernels' frames, and breaks in each")
 def test_kernels_are_not_compiled_after_a_graph_break_in_a_region(
     x: Tensor, ops: Any, compiled_files: list[str]
 ) -> None:
@@ -482,7 +482,6 @@ def test_kernels_are_not_compiled_after_a_graph_break_in_a_region(
 
 
 @dynamo_may_warn
-@pytest.mark.xfail(strict=True, reason="Dynamo compiles the kernels' frames, and breaks in each")
 def test_kernels_called_from_an_eager_part_are_not_compiled(x: Tensor, compiled_files: list[str]) -> None:
     opaque = Opaque()
     function = torch.compile(lambda x: opaque(x + 1) + 1, backend="eager")
@@ -606,7 +605,6 @@ def test_strict_export_keeps_the_dtypes(x: Tensor, options: dict[str, Any]) -> N
     assert dtypes(torch.export.export(net, (x,), strict=True).module()(x)) == dtypes(net(x))
 
 
-@pytest.mark.xfail(strict=True, reason="the table of the region around replaces the program's own")
 def test_exported_program_runs_in_its_own_dtypes_inside_a_region(x: Tensor) -> None:
     module = torch.export.export(Net(ops=FULL_SOFTMAX), (x,), strict=False).module()
     with region(dtype=HALF):
@@ -730,7 +728,9 @@ OPS_REGIONS = {name: o for name, o in REGIONS.items() if name != "mm to fp32"} |
 }
 
 
-_WARNS = pytest.mark.xfail(strict=True, reason="checkpoint enters torch.autocast with float32, which warns and disables")
+_WARNS = pytest.mark.xfail(
+    strict=True, reason="checkpoint enters torch.autocast with float32, which warns and disables"
+)
 recomputed_regions = pytest.mark.parametrize(
     "options", [pytest.param(o, id=n, marks=_WARNS if o.get("dtype") is FULL else ()) for n, o in OPS_REGIONS.items()]
 )
@@ -951,7 +951,9 @@ def test_another_thread_s_regions_do_not_reach_a_recompute(block: Recorder, leaf
 
 
 @both_kinds
-@pytest.mark.xfail(strict=True, reason="autograd numbers nodes per thread, regions are remembered for all threads together")
+@pytest.mark.xfail(
+    strict=True, reason="autograd numbers nodes per thread, regions are remembered for all threads together"
+)
 def test_forwards_on_two_threads_are_recomputed_each_with_its_table(x: Tensor, reentrant: bool) -> None:
     blocks, barrier = [Recorder(), Recorder()], threading.Barrier(2)
 
@@ -1048,8 +1050,8 @@ def test_fake_tensors_follow_the_device_s_table(device: str, dtype: torch.dtype)
         found = {
             "mm": x.mm(x).dtype, "linear": functional.linear(x, x).dtype, "softmax": low.softmax(0).dtype,
             "exp": low.exp().dtype, "layer_norm": functional.layer_norm(low, (4,)).dtype, "norm": low.norm().dtype,
-            "mse": functional.mse_loss(low, low).dtype, "fft": torch.fft.fft(low).dtype, "inv": torch.linalg.inv(low).dtype,
-            "cat": torch.cat([low, x]).dtype, "relu": low.relu().dtype,
+            "mse": functional.mse_loss(low, low).dtype, "fft": torch.fft.fft(low).dtype,
+            "inv": torch.linalg.inv(low).dtype, "cat": torch.cat([low, x]).dtype, "relu": low.relu().dtype,
         }  # fmt: skip
     expected = {**dict.fromkeys(found, FULL), "mm": dtype, "linear": dtype, "relu": dtype, "fft": torch.complex64}
     assert found == expected

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -36,6 +38,15 @@ __all__ = [
 ]
 
 
+class Guard:
+    """An open block with casts off; ``frame`` is the call that it ends with, where nothing else ends it."""
+
+    __slots__ = ("frame", "regions")
+
+    def __init__(self, regions: tuple[Region, ...], frame: FrameType | None) -> None:
+        self.regions, self.frame = regions, frame
+
+
 class _Thread:
     """One thread's part."""
 
@@ -43,8 +54,13 @@ class _Thread:
         self.generation = 0
         self.regions: tuple[Region, ...] = ()
         self.spans: list[_scope.Span] = []
-        self.off = 0
-        """How many blocks with casts off are open."""
+        self.guards: list[Guard] = []
+        """The blocks with casts off that are open, outermost first."""
+
+    @property
+    def off(self) -> bool:
+        """Whether casts are off."""
+        return bool(self.guards)
 
 
 class _Local(threading.local):
@@ -84,13 +100,17 @@ def install(regions: Sequence[Region], patch: Callable[[Patches], None]) -> None
         _process.generation += 1
         _process.regions = tuple(regions)
         _process.disabled = tuple(autocast(r.device_type, enabled=False) for r in regions)
-        _patches.replace(threading.Thread, "start", _starting)
-        _patches.replace(torch.autograd, "_engine_run_backward", _without_casts)
-        _patches.replace(torch.autograd.function.BackwardCFunction, "apply", _with_casts)
-        patch(_patches)
+        try:
+            _synchronize(_local.thread)
+            _patches.replace(threading.Thread, "start", _starting)
+            _patches.replace(torch.autograd, "_engine_run_backward", _without_casts)
+            _patches.replace(torch.autograd.function.BackwardCFunction, "apply", _with_casts)
+            patch(_patches)
+        except BaseException:
+            withdraw()
+            raise
         if _process.hook is None:
             _process.hook = register_module_forward_pre_hook(_before_module)
-        _synchronize(_local.thread)
 
 
 def withdraw() -> None:
@@ -100,6 +120,7 @@ def withdraw() -> None:
         AmpUsageError: In a block with casts off, which only its own end can close.
     """
     with _lock:
+        heal()
         if _local.thread.off:
             raise AmpUsageError("amp can't be shut down or initialized anew inside disable_casts or optimizer.step.")
         _process.generation += 1
@@ -117,6 +138,7 @@ def installed() -> list[str]:
 
 def is_casting() -> bool:
     """Tell whether functions called on this thread are cast."""
+    heal()
     return bool(_process.regions) and not _local.thread.off
 
 
@@ -145,14 +167,16 @@ def _synchronize(thread: _Thread) -> None:
         for region in reversed(thread.regions):
             region.__exit__(None, None, None)
     thread.regions, thread.spans = (), []
+    thread.generation = _process.generation
     for region in _process.regions:
         region.__enter__()
+        thread.regions += (region,)
         thread.spans += list(_scope._spans)[-1:]
-    thread.regions, thread.generation = _process.regions, _process.generation
 
 
 def _before_module(module: Any, args: Any) -> None:
     thread = _local.thread
+    heal()
     if thread.generation != _process.generation and not thread.off and _is_on_top(thread):
         with _lock:
             _synchronize(thread)
@@ -174,7 +198,7 @@ def _drop_hook() -> None:
 def _starting(start: Any) -> Any:
     @functools.wraps(start)
     def wrapper(self: threading.Thread) -> Any:
-        self.run = functools.partial(_run, self.run, _local.thread.off > 0)  # type: ignore[method-assign]
+        self.run = functools.partial(_run, self.run, _local.thread.off)  # type: ignore[method-assign]
         return start(self)
 
     return wrapper
@@ -198,45 +222,70 @@ def _run(run: Callable[[], None], off: bool) -> None:
 # -- Blocks ------------------------------------------------------------------------------------------
 
 
-def enter_casts_off() -> tuple[Region, ...]:
-    """Switch casts off on this thread; returns what ``leave_casts_off`` takes."""
-    regions = _process.disabled
-    for region in regions:
+def enter_casts_off(frame: FrameType | None = None) -> Guard | None:
+    """Switch casts off on this thread; returns what ``leave_casts_off`` takes.
+
+    Args:
+        frame: The call that casts are off for, if that may end without ``leave_casts_off``, by an exception.
+    """
+    heal()
+    if not _process.disabled:
+        return None
+    for region in _process.disabled:
         region.__enter__()
-    _local.thread.off += bool(regions)
-    return regions
+    guard = Guard(_process.disabled, frame)
+    _local.thread.guards.append(guard)
+    return guard
 
 
-def leave_casts_off(regions: tuple[Region, ...] | None) -> None:
-    """Undo one ``enter_casts_off``."""
-    for region in reversed(regions or ()):
-        region.__exit__(None, None, None)
-    _local.thread.off -= bool(regions)
+def leave_casts_off(guard: Guard | None) -> None:
+    """Undo one ``enter_casts_off``; again does nothing."""
+    guards = _local.thread.guards
+    if guard is not None and guard in guards:
+        guards.remove(guard)
+        for region in reversed(guard.regions):
+            region.__exit__(None, None, None)
+
+
+def heal() -> None:
+    """Close the blocks whose call has ended with an exception."""
+    guards = _local.thread.guards
+    while guards and guards[-1].frame is not None and not is_running(guards[-1].frame):
+        leave_casts_off(guards[-1])
+
+
+def is_running(frame: FrameType) -> bool:
+    """Tell whether a call is on this thread's stack."""
+    current: FrameType | None = sys._getframe(1)
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is frame
 
 
 @contextlib.contextmanager
 def casts_off() -> Iterator[None]:
     """Run a block without casts; blocks nest."""
-    regions = enter_casts_off()
+    guard = enter_casts_off()
     try:
         yield
     finally:
-        leave_casts_off(regions)
+        leave_casts_off(guard)
 
 
 @contextlib.contextmanager
 def casts_on() -> Iterator[None]:
     """Run a block with casts in the middle of one without."""
+    heal()
     thread = _local.thread
     with contextlib.ExitStack() as stack:
         if _process.regions and (thread.off or not thread_is_in()):
             for region in _process.regions:
                 stack.enter_context(region)
-        off, thread.off = thread.off, 0
+        guards, thread.guards = thread.guards, []
         try:
             yield
         finally:
-            thread.off = off
+            thread.guards = guards
 
 
 # -- Backward passes ---------------------------------------------------------------------------------

@@ -57,23 +57,20 @@ def keeps_float32(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
 
 
-def cast_module(model: nn.Module, dtype: torch.dtype, *, skip: Callable[[nn.Module], bool] | None = None) -> None:
+def cast_module(model: nn.Module, dtype_of: Callable[[nn.Module, str], torch.dtype]) -> None:
     """Cast a model's floating parameters, buffers and gradients in place; every parameter stays the same object.
 
     Args:
         model: The model.
-        dtype: What its tensors are afterwards.
-        skip: Modules whose own tensors stay as they are.
+        dtype_of: Gives the dtype that a tensor of a module has afterwards, by the tensor's name there.
     """
     for module in model.modules():
-        if skip is not None and skip(module):
-            continue
-        for parameter in module._parameters.values():
+        for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point():
-                _cast_parameter(parameter, dtype)
+                _cast_parameter(parameter, dtype_of(module, name))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+                module._buffers[name] = buffer.to(dtype_of(module, name))
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()

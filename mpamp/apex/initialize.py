@@ -16,7 +16,7 @@ from .casting import ForwardCast, cast_forward, cast_module, floating_tensors, k
 from .distributed import serve_data_parallel
 from .errors import AmpTypeError, AmpUsageError
 from .handle import init
-from .masters import LOW, follow_state_dicts
+from .masters import follow_state_dicts, master_of
 from .properties import Properties, choose
 from .scaler import LossScaler
 from .state import state, warn_or_raise
@@ -31,7 +31,10 @@ class _Cast:
     """What was done to a model, and what undoes it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.dtypes = {name: tensor.dtype for _, name, tensor in floating_tensors([model])}
+        self.dtypes: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
+        for module in model.modules():
+            own = {**module._parameters, **module._buffers}
+            self.dtypes[module] = {name: tensor.dtype for name, tensor in own.items() if tensor is not None}
         self.handles: list[Any] = []
 
 
@@ -102,18 +105,18 @@ def initialize(
     choose(properties, opt_level, given)
     model_list, optimizer_list = _lists(models, optimizers)
     _check_models(model_list)
-    _check_optimizers(optimizer_list)
+    _check_optimizers(optimizer_list, model_list if properties.master_weights else None)
     scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
     ]
     ambient.withdraw()
     state.__dict__.pop("handle", None)
+    if properties.patch_torch_functions:
+        _init_handle(model_list, properties, verbosity, allow_banned)
     state.min_loss_scale, state.max_loss_scale = min_loss_scale, max_loss_scale
     state.opt_properties, state.loss_scalers = properties, scalers
     _cast(model_list, optimizer_list, properties, cast_model_outputs)
-    if properties.patch_torch_functions:
-        _init_handle(model_list, properties, verbosity, allow_banned)
     loaded, state.loaded = state.loaded, None
     if loaded is not None:
         load_state_dict(loaded)
@@ -179,11 +182,19 @@ def _check_models(models: list[nn.Module]) -> None:
             )
 
 
-def _check_optimizers(optimizers: list[Optimizer]) -> None:
+def _check_optimizers(optimizers: list[Optimizer], models: list[nn.Module] | None) -> None:
+    """Refuse optimizers that amp can't take; ``models`` are those that it casts, where it keeps master weights."""
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise AmpUsageError("an optimizer should only be passed through amp.initialize once; one is listed twice.")
     for optimizer in optimizers:
         _optimizers.refuse_attached(optimizer)
+    if models is None:
+        return
+    of_models = {id(p) for model in models for p in model.parameters()}
+    for optimizer in optimizers:
+        for p in master_params(optimizer):
+            if id(p) not in of_models and p.requires_grad:
+                _optimizers.refuse_dtype(p)
 
 
 # -- Changing models and optimizers ------------------------------------------------------------------
@@ -198,7 +209,8 @@ def _cast(
         if model not in _models:
             _models[model] = _Cast(model)
         if dtype is not None:
-            cast_module(model, dtype, skip=keeps_float32 if properties.keep_batchnorm_fp32 else None)
+            keeps = keeps_float32 if properties.keep_batchnorm_fp32 else None
+            cast_module(model, lambda m, _: torch.float32 if keeps is not None and keeps(m) else dtype)
             if not _models[model].handles:
                 _models[model].handles = follow_state_dicts(model)
         if dtype is not None or outputs is not None:
@@ -212,7 +224,12 @@ def _cast(
 def _exact_values(optimizers: list[Optimizer]) -> dict[Tensor, Tensor]:
     """Return the values that masters start from: the parameters' own, before the model is cast."""
     params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    return {p: p.detach().clone().float() for p in params if p.is_floating_point() and p.requires_grad}
+    return {p: _exact_value(p) for p in params if p.is_floating_point() and p.requires_grad}
+
+
+def _exact_value(p: Tensor) -> Tensor:
+    master = master_of(p)
+    return (p if master is None else master.weight).detach()  # casting gives the parameter other memory
 
 
 def shutdown() -> None:
@@ -238,25 +255,7 @@ def _restore(model: nn.Module, cast: _Cast) -> None:
     for handle in cast.handles:
         handle.remove()
     uncast_forward(model)
-    for _, name, tensor in floating_tensors([model]):
-        dtype = cast.dtypes.get(name, tensor.dtype)
-        if tensor.dtype is dtype:
-            continue
-        if isinstance(tensor, nn.Parameter):
-            grad, tensor.grad = tensor.grad, None
-            tensor.data = tensor.data.to(dtype)
-            tensor.grad = None if grad is None else grad.to(dtype)
-        else:
-            owner, _, last = name.rpartition(".")
-            model.get_submodule(owner)._buffers[last] = tensor.to(dtype)
-    cast_rnns(model)
-
-
-def cast_rnns(model: nn.Module) -> None:
-    """Lay the weights of recurrent layers out anew."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
+    cast_module(model, lambda module, name: cast.dtypes.get(module, {}).get(name, torch.float32))
 
 
 # -- Parameters and scalers --------------------------------------------------------------------------

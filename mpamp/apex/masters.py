@@ -19,7 +19,7 @@ class Master:
     __slots__ = ("loaded", "version", "weight")
 
     def __init__(self, model: Tensor, values: Tensor | None = None) -> None:
-        self.weight = (model.detach().clone() if values is None else values).float().requires_grad_(True)
+        self.weight = (model if values is None else values).detach().clone().float().requires_grad_(True)
         self.version = model._version
         self.loaded: Tensor | None = None
         """What a state dict that is being loaded has for it."""

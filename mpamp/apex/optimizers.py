@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from . import ambient
 from .errors import AmpAssertionError, AmpAttributeError, AmpTypeError, AmpUsageError
 from .scaler import LossScaler
-from .stash import MasterStash, Stash, make_stash
+from .stash import MasterStash, Stash, make_stash, refuse_dtype
 from .state import say
 
-__all__ = ["attach", "detach", "stash_of"]
+__all__ = ["attach", "detach", "refuse_attached", "refuse_dtype", "stash_of"]
 
 _METHODS = (
     "_lazy_init_maybe_master_weights",
@@ -162,7 +162,7 @@ def _add_param_group(original: Any, self: Any, param_group: dict[str, Any]) -> N
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     attached, stash = vars(optimizer)["_amp_attached"], stash_of(optimizer)
     if attached.frame is not None:
-        if _is_running(attached.frame):
+        if ambient.is_running(attached.frame):
             return None
         _leave(optimizer)  # an earlier step raised
     attached.frame = sys._getframe(1)
@@ -171,7 +171,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     closure = args[1] if closure_at else kwargs.get("closure")
     if closure is None:
         attached.is_skipping = _take_skip(stash)
-    attached.casts_off = ambient.enter_casts_off()
+    attached.casts_off = ambient.enter_casts_off(attached.frame)
     if closure is None:
         return None
     wrapped = _closure(optimizer, closure)
@@ -210,9 +210,7 @@ def _announce(scaler: LossScaler, loss_id: int) -> None:
     if scaler.skips > 10 and scaler.skips & (scaler.skips - 1):
         return
     often = f"  ({scaler.skips} so far.)" if scaler.skips > 10 else ""
-    say(
-        f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.loss_scale()}{often}"
-    )
+    say(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.loss_scale()}{often}")
     if scaler.skips == 1 and scaler.dynamic:
         say("This is no error: a dynamic loss scale starts high, and goes down until gradients fit.")
 
@@ -230,10 +228,3 @@ def _leave(optimizer: Optimizer) -> None:
     casts_off, attached.casts_off = attached.casts_off, None
     attached.frame, attached.is_skipping = None, False
     ambient.leave_casts_off(casts_off)
-
-
-def _is_running(frame: FrameType) -> bool:
-    current: FrameType | None = sys._getframe(1)
-    while current is not None and current is not frame:
-        current = current.f_back
-    return current is frame

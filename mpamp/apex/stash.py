@@ -17,6 +17,21 @@ from .scaler import LossScaler
 
 __all__ = ["MasterStash", "Stash", "make_stash"]
 
+
+
+def refuse_dtype(p: Tensor) -> None:
+    """Refuse a parameter that can neither be stepped as it is nor have a master.
+
+    Raises:
+        AmpTypeError: It has another dtype than float32, float16 and bfloat16.
+    """
+    if p.dtype not in LOW and p.dtype is not torch.float32:
+        raise AmpTypeError(
+            f"an optimizer with master weights has a {p.dtype} parameter on {p.device}; it may have float32, float16 "
+            "and bfloat16 ones."
+        )
+
+
 Grads = dict[int, tuple[Tensor, Tensor]]
 """Parameters and gradients, by the parameter's id."""
 
@@ -128,6 +143,8 @@ class MasterStash(Stash):
         self.models: dict[int, tuple[Tensor, Master]] = {}
         """By the id of the master: the parameter that it stands for."""
         self.is_first = True
+        self.has_scaled = False
+        """Whether a scaled loss has ever brought gradients."""
         self.refresh(exact)
         for p in self.own():
             p.grad = None
@@ -141,11 +158,7 @@ class MasterStash(Stash):
             for place, p in enumerate(group["params"]):
                 if not p.requires_grad or p.dtype is torch.float32:
                     continue
-                if p.dtype not in LOW:
-                    raise AmpTypeError(
-                        f"an optimizer with master weights has a {p.dtype} parameter on {p.device}; "
-                        "it may have float32, float16 and bfloat16 ones."
-                    )
+                refuse_dtype(p)
                 if id(p) in owned:
                     raise AmpValueError("some parameters appear in more than one parameter group")
                 master = Master(p, None if exact is None else exact.get(p))
@@ -206,6 +219,7 @@ class MasterStash(Stash):
         super().prepare()
 
     def finish(self, scaler: LossScaler, seen: set[int], *, check: bool) -> None:
+        self.has_scaled = True
         self.refresh()
         fresh = {}
         for model, master in self.pairs:
@@ -245,7 +259,7 @@ class MasterStash(Stash):
         self.refresh()
         for model, master in self.pairs:
             adopt(model, master)
-        if not self.already_patched:
+        if not self.has_scaled:
             self._warn_of_lost_grads()
 
     def _warn_of_lost_grads(self) -> None:

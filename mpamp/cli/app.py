@@ -6,6 +6,7 @@ import click
 
 from mpamp._version import __version__
 from mpamp.cli.demo import demo
+from mpamp.cli.run import run
 
 __all__ = ["app"]
 
@@ -17,3 +18,4 @@ def app() -> None:
 
 
 app.add_command(demo)
+app.add_command(run)

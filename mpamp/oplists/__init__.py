@@ -18,7 +18,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["families", "load_table", "table_names"]
+__all__ = ["families", "load_table", "lower_precision_ops", "table_names"]
+
+
+_LOWER = CastPolicy.LOWER_PRECISION_FP
 
 
 @functools.cache
@@ -73,6 +76,17 @@ def load_table(name: str, device: str) -> OpTable:
     is_history = name.startswith("torch-")
     rows = {op: row for op, row in _rows(name, device).items() if is_history or find_overload(op) is not None}
     return OpTable.from_rows(rows, name=name, device=device)
+
+
+@functools.cache
+def lower_precision_ops() -> frozenset[str]:
+    """Return the overloads that some named table runs in lower precision.
+
+    Example:
+        >>> "aten::linear" in lower_precision_ops()
+        True
+    """
+    return frozenset(op for op, policy in _listed(_data("tables.toml")["uniform"][ANY_DEVICE]) if policy is _LOWER)
 
 
 def _rows(name: str, device: str) -> dict[str, Row]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..errors import ScalerSettingError, ScalerStateError
+from ..errors import MpampWarning, ScalerSettingError, ScalerStateError
 from .state import ScaleState, check_number
 
 __all__ = ["KEYS", "read_state"]
@@ -18,7 +19,7 @@ _APEX_PREFIX = "loss_scaler"
 
 
 def read_state(saved: Any, current: ScaleState) -> ScaleState:
-    """Return the state that a saved one stands for, within the bounds of the current one.
+    """Return the state that a saved one stands for; a scale out of the current bounds is moved, with a warning.
 
     Args:
         saved: What ``state_dict()`` of a GradScaler gave, or ``apex.amp.state_dict()``. apex saves no factors and no
@@ -41,9 +42,16 @@ def read_state(saved: Any, current: ScaleState) -> ScaleState:
     values = _from_apex(saved) if _is_apex(saved) else _from_torch(saved)
     try:
         scale = check_number("scale", values.pop("scale"))
-        return replace(current, scale=min(max(scale, current.min_scale), current.max_scale), **values)
+        state = replace(current, scale=min(max(scale, current.min_scale), current.max_scale), **values)
     except ScalerSettingError as error:
         raise ScalerStateError(f"the state dict is corrupt: {error} The scaler is left as it was.") from error
+    if not current.min_scale <= scale <= current.max_scale:
+        warnings.warn(
+            f"the loaded scale {scale:g} is out of [min_scale, max_scale]; it is {state.scale:g} now.",
+            MpampWarning,
+            stacklevel=3,
+        )
+    return state
 
 
 def _from_torch(saved: Mapping[str, Any]) -> dict[str, Any]:

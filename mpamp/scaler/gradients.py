@@ -66,7 +66,7 @@ def sort_gradients(grads: list[Tensor]) -> list[Bucket]:
     The order lets the last buckets' reduction over the mesh carry what the earlier ones found.
     """
     is_plain = set(map(type, grads)) <= {Tensor} and set(map(_layout_of, grads)) <= {torch.strided}
-    if is_plain:
+    if is_plain and grads:
         groups = _group_tensors_by_device_and_dtype([grads])  # type: ignore[list-item]
         return [Bucket(device, dtype, found[0]) for (device, dtype), (found, _) in groups.items()]  # type: ignore
     buckets: dict[Any, Bucket] = {}
@@ -129,9 +129,13 @@ def name_gradients(optimizer: torch.optim.Optimizer, is_wanted: Callable[[Tensor
 
 def has_non_finite(grad: Tensor) -> bool:
     """Tell whether a gradient has an inf or NaN; of a DTensor, whether this rank's part has. Reads the device."""
-    mesh, _ = _mesh_of(grad)
-    local: Tensor = grad if mesh is None else grad.to_local()  # type: ignore[attr-defined]
-    return not bool(torch.isfinite(values_of(local)).all())
+    return not bool(torch.isfinite(values_of(local_part(grad))).all())
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; other tensors as they are."""
+    mesh, _ = _mesh_of(tensor)
+    return tensor if mesh is None else tensor.to_local()  # type: ignore[attr-defined]
 
 
 def _has(param: Tensor, is_wanted: Callable[[Tensor], bool]) -> bool:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 __all__ = ["History", "ScaleEvent", "ScaleRecord", "StepResult"]
 
+LEAST_ROWS = 64
+"""Kept whatever the history's size: they also tell of skips that the host hasn't seen."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScaleRecord:
@@ -48,84 +51,96 @@ class ScaleEvent:
 class StepResult:
     """What became of one step of an optimizer. The values stay on the device until one of them is asked for."""
 
-    def __init__(self, step: int, values: Tensor, tell: Callable[[StepResult], None] | None = None) -> None:
+    def __init__(
+        self, step: int, found_inf: Tensor, scale: Tensor, tell: Callable[[StepResult], None] | None = None
+    ) -> None:
         self.step = step
         """The number of the scaler's update that the step belongs to, from 1."""
-        self._values: Tensor | None = values
-        self._read: tuple[bool, float] = (False, math.nan)
+        self._found_inf = found_inf
+        self._scale = scale
+        self._skipped: bool | None = None
         self._tell = tell
 
     @property
     def is_read(self) -> bool:
-        """Whether the host has the values."""
-        return self._values is None
-
-    def read(self) -> tuple[bool, float]:
-        """Return (skipped, scale); waits for the device the first time."""
-        if self._values is not None:
-            found_inf, scale = self._values.tolist()
-            self._read, self._values = (found_inf > 0, scale), None
-            if self._tell is not None:
-                self._tell(self)
-        return self._read
+        """Whether the host knows if the step was skipped."""
+        return self._skipped is not None
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was skipped because of an inf or NaN."""
-        return self.read()[0]
+        """Whether the step was skipped because of an inf or NaN; waits for the device the first time."""
+        if self._skipped is None:
+            if self._tell is None:
+                self._skipped = _number(self._found_inf) > 0
+            else:  # one read for both
+                found_inf, scale = torch.stack((self._found_inf, self._scale)).tolist()
+                self._skipped, self._scale = found_inf > 0, torch.tensor(scale)
+                self._tell(self)
+        return self._skipped
 
     @property
     def scale(self) -> float:
-        """The scale that the step's losses were multiplied by."""
-        return self.read()[1]
+        """The scale that the step's losses were multiplied by; waits for the device."""
+        return _number(self._scale)
+
+    def keep_scale(self, scale: Tensor) -> None:
+        """Hold a copy of the scale instead of the scaler's own, which is about to change."""
+        if self._scale.device == scale.device:
+            self._scale = scale
 
     def __repr__(self) -> str:
-        if not self.is_read:
-            return f"StepResult(step={self.step}, not read yet)"
-        return f"StepResult(step={self.step}, skipped={self.skipped}, scale={self.scale:g})"
+        outcome = "not read yet" if self._skipped is None else f"skipped={self._skipped}"
+        return f"StepResult(step={self.step}, {outcome})"
 
 
 class History:
-    """A ring of (scale, found_inf) on the device.
+    """The last (scale, found_inf) pairs, on the device.
 
-    Adding a row shifts the others: there is no index that the host would have to know, so rows are also kept when
-    the update is part of a CUDA graph.
+    Adding a row shifts the others. No index is needed that the host would have to know, so rows are kept also where
+    the update is part of a graph that is replayed.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.count = 0
+        """The rows added, as far as the host knows: replays of a graph add rows without it."""
         self._rows: Tensor | None = None
-        self._count: Tensor | None = None
-        self._saved: tuple[list[float], int] | None = None
+        self._saved: list[float] | None = None
 
     def place(self, device: torch.device) -> None:
-        """Put the ring on a device, if it isn't there."""
-        if self.size and (self._rows is None or self._rows.device != device):
-            rows, count = self._content()
-            self._rows = torch.tensor(rows, dtype=torch.float32, device=device)
-            self._count = torch.tensor(count, dtype=torch.int32, device=device)
+        """Put the rows on a device, if they aren't there."""
+        if self._rows is None or self._rows.device != device:
+            self._rows = torch.tensor(self._content(), dtype=torch.float32, device=device)
 
-    def push(self, scale: Tensor, found_inf: Tensor) -> None:
-        """Add a row; ``scale`` and ``found_inf`` are copied."""
-        if not self.size:
-            return
+    def push(self, scale: Tensor, found_inf: Tensor, *, in_place: bool) -> Tensor:
+        """Add a row; return all rows, as one flat tensor that later calls don't change unless they are in place."""
         self.place(scale.device)
         assert self._rows is not None
-        assert self._count is not None
-        self._rows.copy_(torch.cat((self._rows[2:], scale.reshape(1), found_inf.reshape(1))))
-        self._count.add_(1)
+        rows = torch.cat((self._rows[2:], scale.reshape(1), found_inf.reshape(1)))
+        if in_place:
+            self._rows.copy_(rows)
+        else:
+            self._rows = rows
+        self.count += 1
+        return self._rows
 
     def records(self) -> list[ScaleRecord]:
         """Return the rows that there are, oldest first; waits for the device."""
-        rows, count = self._content()
+        rows = self._content()
         pairs = [(s, f) for s, f in zip(rows[::2], rows[1::2], strict=True) if not math.isnan(s)]
-        first = count - len(pairs) + 1
-        return [ScaleRecord(first + i, scale, found > 0) for i, (scale, found) in enumerate(pairs)]
+        first = max(self.count, len(pairs)) - len(pairs) + 1
+        records = [ScaleRecord(first + i, scale, found > 0) for i, (scale, found) in enumerate(pairs)]
+        return records[len(records) - min(self.size, len(records)) :]
 
-    def _content(self) -> tuple[list[float], int]:
-        if self._rows is not None and self._count is not None:
-            return self._rows.tolist(), int(self._count)
-        return self._saved if self._saved is not None else ([math.nan] * (2 * self.size), 0)
+    def _content(self) -> list[float]:
+        if self._rows is not None:
+            return self._rows.tolist()
+        return self._saved if self._saved is not None else [math.nan] * (2 * max(self.size, LEAST_ROWS))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"size": self.size, "_rows": None, "_count": None, "_saved": self._content()}
+        return {"size": self.size, "count": self.count, "_rows": None, "_saved": self._content()}
+
+
+def _number(tensor: Tensor) -> float:
+    value: Any = tensor.tolist()
+    return float(value)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..registry import device_state
-from .gradients import Bucket
+from .gradients import Bucket, local_part
 
 __all__ = ["Rule", "combine", "inverse", "is_on_host", "unscale_bucket_", "update_scale_"]
 
 UNSCALE = "aten::_amp_foreach_non_finite_check_and_unscale_"
 UPDATE = "aten::_amp_update_scale_"
 _REALS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+AT_ONCE = 32
 _LOW = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -29,6 +31,20 @@ class Rule(NamedTuple):
     max_scale: float | None
 
 
+class Copies:
+    """A tensor, and copies of it on the other devices where it is asked for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.by_device = {tensor.device: tensor}
+        self._tensor = tensor
+
+    def at(self, device: torch.device) -> Tensor:
+        """Return the tensor itself on its own device, else the copy of it there."""
+        if device not in self.by_device:
+            self.by_device[device] = self._tensor.to(device, non_blocking=True)
+        return self.by_device[device]
+
+
 @functools.cache
 def has_kernel(device_type: str, op: str) -> bool:
     """Tell whether a device has a kernel of its own for an op, as its backend says."""
@@ -38,6 +54,17 @@ def has_kernel(device_type: str, op: str) -> bool:
 def is_on_host(tensor: Tensor) -> bool:
     """Tell whether the host can read a tensor without waiting for a device."""
     return tensor.device.type not in _asynchronous()
+
+
+def is_capturing(device_type: str) -> bool:
+    """Tell whether the calling thread records a graph of the device for replay."""
+    check = _capture_check(device_type)
+    return check is not None and check()
+
+
+@functools.cache
+def _capture_check(device_type: str) -> Callable[[], bool] | None:
+    return device_state(device_type).backend.capture_check()
 
 
 @functools.cache
@@ -70,19 +97,33 @@ def unscale_bucket_(bucket: Bucket, found_inf: Tensor, inv_scale: Tensor) -> Non
         found_inf: Shape [], float32, on their device; kept at 1 if it is 1. Reduced over a mesh that shards them.
         inv_scale: Shape [], float32, on their device.
     """
-    has_op = has_kernel(bucket.device.type, UNSCALE)
-    if bucket.mesh is not None and (not has_op or bucket.dtype.is_complex):
-        local = [grad.to_local() for grad in bucket.tensors]  # type: ignore[attr-defined]
+    if bucket.mesh is not None and not _runs(bucket.device, bucket.dtype):
+        local = list(map(local_part, bucket.tensors))
         unscale_bucket_(Bucket(bucket.device, bucket.dtype, local), found_inf, inv_scale)
         _reduce_over_mesh_(found_inf, bucket)
         return
     grads, dtype = bucket.tensors, bucket.dtype
     if dtype.is_complex:
         grads, dtype = list(map(_real_view, grads)), _REALS[dtype]
-    if has_op:
+    if _runs(bucket.device, dtype):
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+    elif dtype in _LOW:
+        _unscale_wide_(grads, bucket.device, found_inf, inv_scale)
     else:
-        _check_and_unscale_(grads, dtype, found_inf, inv_scale)
+        _check_and_unscale_(grads, found_inf, inv_scale)
+
+
+@functools.cache
+def _runs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether the device's kernel takes a dtype; CUDA's has no bfloat16 up to torch 2.11 at least."""
+    if dtype.is_complex or not has_kernel(device.type, UNSCALE):
+        return False
+    grad, found_inf = torch.ones(1, dtype=dtype, device=device), torch.zeros((), device=device)
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, torch.ones_like(found_inf))
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _real_view(grad: Tensor) -> Tensor:
@@ -90,14 +131,21 @@ def _real_view(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
 
 
-def _check_and_unscale_(grads: list[Tensor], dtype: torch.dtype, found_inf: Tensor, inv_scale: Tensor) -> None:
+def _unscale_wide_(grads: list[Tensor], device: torch.device, found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Unscale float32 copies: float16 may not hold the inverse of the scale. A few at a time, to save memory."""
+    for start in range(0, len(grads), AT_ONCE):
+        some = grads[start : start + AT_ONCE]
+        wide = Bucket(device, torch.float32, [grad.float() for grad in some])
+        unscale_bucket_(wide, found_inf, inv_scale)
+        for grad, result in zip(some, wide.tensors, strict=True):
+            grad.copy_(result)
+
+
+def _check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     for grad in grads:
         is_bad = torch.isfinite(grad).all().logical_not().to(found_inf.dtype)
         found_inf.copy_(torch.maximum(found_inf, is_bad))
-        if dtype in _LOW:
-            grad.copy_(grad.float() * inv_scale)  # float16 may not hold the inverse of the scale
-        else:
-            grad.mul_(inv_scale)
+        grad.mul_(inv_scale)
 
 
 def _reduce_over_mesh_(found_inf: Tensor, bucket: Bucket) -> None:

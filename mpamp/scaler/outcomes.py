@@ -12,17 +12,18 @@ from torch import Tensor
 
 from ..registry import device_state
 from . import kernels
-from .history import ScaleEvent, StepResult
+from .history import History, ScaleEvent, StepResult
 from .watch import SkipWatch
 
 __all__ = ["Outcomes"]
 
 
 class Outcomes:
-    """The last result of each optimizer, and the count of skips."""
+    """The last result of each optimizer, the history, and the count of skips."""
 
-    def __init__(self, limit: int | None) -> None:
-        self.updates = 0
+    def __init__(self, limit: int | None, history: History) -> None:
+        self.history = history
+        self.updates = history.count
         self.watch = SkipWatch(limit)
         self._results: WeakKeyDictionary[torch.optim.Optimizer, StepResult] = WeakKeyDictionary()
 
@@ -34,38 +35,33 @@ class Outcomes:
         """Keep a step's result; it is read at once where that costs nothing."""
         listeners = _listeners()
         tell = functools.partial(_tell, listeners, weakref.ref(optimizer)) if listeners is not None else None
-        result = StepResult(self.updates + 1, torch.stack((found_inf, scale)), tell)
+        result = StepResult(self.updates + 1, found_inf, scale, tell)
         self._results[optimizer] = result
         if kernels.is_on_host(found_inf):
-            result.read()
+            _ = result.skipped
         return result
 
-    def end_update(self, found_inf: Tensor | None, checked: int) -> bool:
-        """Count an update; tell whether it is time to report that there were too many skips.
+    def count(self, scale: Tensor, found_inf: Tensor, checked: int) -> bool:
+        """Count the update that ends an iteration; tell whether it is time to report that there were too many skips.
 
         Args:
-            found_inf: Shape []; None if no gradient was checked, and the update says nothing.
+            scale: Shape []; the scaler's own, before it moves.
+            found_inf: Shape [].
             checked: How many optimizers' gradients were.
         """
-        is_due = found_inf is not None and self._count(found_inf, checked)
+        is_capturing = kernels.is_capturing(scale.device.type)
+        rows = self.history.push(scale, found_inf, in_place=is_capturing)
+        results = [result for result in self._results.values() if result.step == self.updates + 1]
         self.updates += 1
-        return is_due
-
-    def _count(self, found_inf: Tensor, checked: int) -> bool:
-        outcome = found_inf.tolist() > 0 if kernels.is_on_host(found_inf) else self._known(checked)
-        if outcome is not None:
-            return self.watch.saw(outcome)
-        backend = device_state(found_inf.device.type).backend
-        is_capturing = backend.capture_check()
-        if is_capturing is not None and is_capturing():
-            return False
-        return self.watch.saw_on_device(found_inf, backend)
-
-    def _known(self, checked: int) -> bool | None:
-        results = [r for r in self._results.values() if r.step == self.updates + 1 and r.is_read]
-        if any(result.skipped for result in results):
-            return True
-        return False if len(results) == checked else None
+        for result in results:
+            result.keep_scale(rows[-2])
+        known = [result for result in results if result.is_read]
+        if any(result.skipped for result in known):
+            return self.watch.saw(True)
+        if len(known) == checked or kernels.is_on_host(found_inf):
+            value: Any = len(known) < checked and found_inf.tolist()
+            return self.watch.saw(value > 0)
+        return not is_capturing and self.watch.saw_on_device(rows, device_state(scale.device.type).backend)
 
 
 def _listeners() -> Any:

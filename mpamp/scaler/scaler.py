@@ -16,6 +16,7 @@ from ..errors import ScalerUsageError
 from . import kernels
 from .closures import Closure, take_closure
 from .config import PluginMadeMeta, ScalerConfig
+from .fused import lent
 from .history import StepResult
 from .state import check_scale
 from .unscaling import UnscalingPart
@@ -154,13 +155,10 @@ class GradScaler(UnscalingPart, metaclass=PluginMadeMeta):
             self._ledger.record(optimizer, is_fused=True)
         scale, _ = self._check_scale_growth_tracker("step")
         given = getattr(optimizer, "grad_scale", None)
-        optimizer.grad_scale = given if not is_ready else scale if given is None else scale * given
-        optimizer.found_inf = kernels.combine(list(state["found_inf_per_device"].values()), scale.device)
+        grad_scale = given if not is_ready else scale if given is None else scale * given
         self._remember(optimizer, state)
-        try:
+        with lent(optimizer, grad_scale, self._found_inf(state)):
             return optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
 
     def _step_with_scaler(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         warnings.warn(
@@ -195,15 +193,13 @@ class GradScaler(UnscalingPart, metaclass=PluginMadeMeta):
         states = [s["found_inf_per_device"] for s in self._per_optimizer_states.values() if s["found_inf_per_device"]]
         given = None if new_scale is None else self._checked_scale(scale, new_scale)
         found_inf = kernels.combine([f for state in states for f in state.values()], scale.device) if states else None
-        if found_inf is not None:
-            self._history.push(scale, found_inf)
+        if given is None and found_inf is None:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        is_due = found_inf is not None and self._outcomes.count(scale, found_inf, len(states))
         if given is not None:
             scale.copy_(given).clamp_(self._min_scale, self._max_scale)
         elif found_inf is not None:
             kernels.update_scale_(scale, tracker, found_inf, self._rule())
-        else:
-            raise AssertionError("No inf checks were recorded prior to update.")
-        is_due = self._outcomes.end_update(found_inf, len(states))
         optimizers = self._ledger.optimizers()
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._ledger.clear()
@@ -230,8 +226,11 @@ class GradScaler(UnscalingPart, metaclass=PluginMadeMeta):
 
     def _remember(self, optimizer: Optimizer, state: dict[str, Any]) -> StepResult:
         scale, _ = self._check_scale_growth_tracker("step")
-        found_inf = kernels.combine(list(state["found_inf_per_device"].values()), scale.device)
-        return self._outcomes.remember(optimizer, found_inf, scale)
+        return self._outcomes.remember(optimizer, self._found_inf(state), scale)
+
+    def _found_inf(self, state: dict[str, Any]) -> Tensor:
+        scale, _ = self._check_scale_growth_tracker("step")
+        return kernels.combine(list(state["found_inf_per_device"].values()), scale.device)
 
     def last_step(self, optimizer: Optimizer) -> StepResult | None:
         """Return the result of the optimizer's last step, or None before the first or if scaling is disabled.

@@ -48,7 +48,7 @@ class ScalerSettings(torch.amp.GradScaler):
     def _start_afresh(self) -> None:
         """Make what belongs to this process and is not saved."""
         self._ledger = Ledger()
-        self._outcomes = Outcomes(self._max_consecutive_skips)
+        self._outcomes = Outcomes(self._max_consecutive_skips, self._history)
 
     @property
     def state(self) -> ScaleState:
@@ -122,13 +122,6 @@ class ScalerSettings(torch.amp.GradScaler):
         if not self._enabled:
             return
         state = read_state(state_dict, self._state(self._init_scale, 0))
-        asked = state_dict.get("scale", state.scale)
-        if float(asked) != state.scale:
-            warnings.warn(
-                f"the loaded scale {float(asked):g} is out of [min_scale, max_scale]; it is {state.scale:g} now.",
-                MpampWarning,
-                stacklevel=2,
-            )
         self._init_scale, self._init_growth_tracker = state.scale, state.growth_tracker
         self._growth_factor, self._backoff_factor = state.growth_factor, state.backoff_factor
         self._growth_interval = state.growth_interval

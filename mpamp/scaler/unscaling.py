@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _MultiDeviceReplicator
+from torch.amp.grad_scaler import OptState
 
 from . import gradients, kernels
 from .outputs import map_tensors
@@ -32,12 +32,12 @@ class UnscalingPart(ScalerSettings):
             return outputs
         if isinstance(outputs, Tensor):
             return outputs * self._scale_for(outputs).to(device=outputs.device, non_blocking=True)
-        copies: list[_MultiDeviceReplicator] = []
+        copies: list[kernels.Copies] = []
 
         def scaled(tensor: Tensor) -> Tensor:
             if not copies:
-                copies.append(_MultiDeviceReplicator(self._scale_for(tensor)))
-            return tensor * copies[0].get(tensor.device)
+                copies.append(kernels.Copies(self._scale_for(tensor)))
+            return tensor * copies[0].at(tensor.device)
 
         return map_tensors(scaled, outputs)
 
@@ -81,7 +81,7 @@ class UnscalingPart(ScalerSettings):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        inverses, found = _MultiDeviceReplicator(inv_scale), _MultiDeviceReplicator(found_inf)
+        inverses, found = kernels.Copies(inv_scale), kernels.Copies(found_inf)
         with torch.no_grad():
             scaled, unscaled = self._ledger.split(optimizer)
             buckets = gradients.sort_gradients(scaled)
@@ -92,12 +92,12 @@ class UnscalingPart(ScalerSettings):
                 scaled, unscaled = self._ledger.split(optimizer)
                 buckets = gradients.sort_gradients(scaled)
             for bucket in buckets:
-                kernels.unscale_bucket_(bucket, found.get(bucket.device), inverses.get(bucket.device))
+                kernels.unscale_bucket_(bucket, found.at(bucket.device), inverses.at(bucket.device))
             if unscaled:
-                ones = _MultiDeviceReplicator(torch.ones_like(inv_scale))
+                ones = kernels.Copies(torch.ones_like(inv_scale))
                 for bucket in gradients.sort_gradients(unscaled):
-                    kernels.unscale_bucket_(bucket, found.get(bucket.device), ones.get(bucket.device))
-        return found._per_device_tensors or {found_inf.device: found_inf}
+                    kernels.unscale_bucket_(bucket, found.at(bucket.device), ones.at(bucket.device))
+        return found.by_device
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> Any:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")

@@ -14,6 +14,9 @@ from .gradients import has_non_finite, name_gradients
 
 __all__ = ["SkipWatch", "report_skips"]
 
+LONGEST_PERIOD = 16
+"""Outcomes that are on the device are sent for after so many updates at the latest."""
+
 
 class SkipWatch:
     """Counts updates in a row that found an inf or NaN, and tells each time that there were ``limit`` more of them."""
@@ -23,27 +26,38 @@ class SkipWatch:
         self.streak = 0
         """As far as the host knows."""
         self._told_at = 0
-        self._on_device: Tensor | None = None
+        self._period = 1 if limit is None else max(1, min(LONGEST_PERIOD, limit // 4))
+        self._unsent = self._sent = 0
         self._arriving: Callable[[], Tensor | None] | None = None
 
     def saw(self, found_inf: bool) -> bool:
         """Count one update whose outcome the host knows; tell whether it is time to report."""
-        self._on_device = self._arriving = None
+        self._unsent, self._arriving = 0, None
         return self._is_due(self.streak + 1 if found_inf else 0)
 
-    def saw_on_device(self, found_inf: Tensor, backend: Backend) -> bool:
-        """Count one update whose outcome is on the device; tell whether it is time to report by what has arrived."""
+    def saw_on_device(self, rows: Tensor, backend: Backend) -> bool:
+        """Count one update whose outcome is on the device; tell whether to report, by what has arrived by now.
+
+        Args:
+            rows: (scale, found_inf) pairs as one flat tensor, the last update's at its end.
+            backend: The device's.
+        """
         if self.limit is None:
             return False
-        if self._on_device is None:
-            self._on_device = torch.full((), self.streak, dtype=torch.float32, device=found_inf.device)
-        self._on_device.add_(1).mul_(found_inf)
-        arrived = None
-        if self._arriving is not None:
-            arrived = self._arriving()
-        if self._arriving is None or arrived is not None:
-            self._arriving = backend.read_later(self._on_device)
-        return arrived is not None and self._is_due(int(arrived))
+        self._unsent += 1
+        arrived = None if self._arriving is None else self._arriving()
+        is_due = arrived is not None and self._take(arrived, self._sent)
+        if arrived is not None:
+            self._arriving = None
+        if self._arriving is None and self._unsent >= self._period:
+            self._arriving = backend.read_later(rows[-2 * self._unsent :])
+            self._sent, self._unsent = self._unsent, 0
+        return is_due
+
+    def _take(self, rows: Tensor, updates: int) -> bool:
+        found = rows.tolist()[1::2]
+        trailing = next((n for n, found_inf in enumerate(reversed(found)) if not found_inf > 0), len(found))
+        return self._is_due(self.streak + updates if trailing == len(found) else trailing)
 
     def _is_due(self, streak: int) -> bool:
         if streak < self.streak:
@@ -73,4 +87,4 @@ def report_skips(optimizers: Iterable[torch.optim.Optimizer], streak: int, *, as
     )
     if as_error:
         raise GradientOverflowError(message)
-    warnings.warn(message, MpampWarning, stacklevel=4)
+    warnings.warn(message, MpampWarning, stacklevel=3)

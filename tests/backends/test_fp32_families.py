@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -144,12 +143,8 @@ BUGS = {
 }
 
 
-def _places() -> list[Any]:
-    return [p if is_here(p) else pytest.param(p, marks=pytest.mark.skip(reason=f"no {p} tensors")) for p in PLACES]
-
-
 @pytest.mark.parametrize("lower", LOWER, ids=str)
-@pytest.mark.parametrize("place", _places())
+@pytest.mark.parametrize("place", [place for place in PLACES if is_here(place)])
 @pytest.mark.parametrize("name", CASES)
 def test_runs_in_float32(name: str, place: str, lower: torch.dtype, request: pytest.FixtureRequest) -> None:
     if place.startswith(FAKE) and name in CANNOT_FAKE:
@@ -165,6 +160,12 @@ def test_runs_in_float32(name: str, place: str, lower: torch.dtype, request: pyt
     assert floating <= IN_FLOAT32
     assert recorder.ops
     assert not [op for op in recorder.ops if "float16" in op and op.partition("(")[0] not in MOVES]
+
+
+@pytest.mark.accelerator
+def test_a_card_was_used() -> None:
+    if not is_here("cuda"):
+        pytest.skip("no CUDA card: fake tensors only")
 
 
 def test_every_fft_is_here() -> None:

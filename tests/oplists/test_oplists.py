@@ -87,9 +87,11 @@ def test_every_op_exists_or_did() -> None:
     assert missing <= HISTORIC
 
 
-def test_every_op_is_out_of_place() -> None:
-    found = (find_overload(f"aten::{op}") for ops in families().values() for op in ops)
-    assert all(is_out_of_place(op) for op in found if op is not None)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["default", "native", "uniform"])
+def test_every_row_is_out_of_place(name: str, device: str) -> None:
+    found = [(op, find_overload(op)) for op in load_table(name, device)]
+    assert [name for name, op in found if op is not None and not is_out_of_place(op)] == []
 
 
 def test_families_can_not_be_changed_by_their_readers() -> None:
@@ -106,10 +108,8 @@ def test_the_fourteen_ffts() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_names(device: str) -> None:
-    expected = {"default", "native", "torch-2.13", "torch-2.8", "uniform"} | (
-        {"intel-xpu"} if device == "xpu" else set()
-    )
-    assert set(table_names(device)) == expected
+    assert {"default", "native", "torch-2.13", "torch-2.8", "uniform"} <= set(table_names(device))
+    assert ("intel-xpu" in table_names(device)) == (device == "xpu")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -178,7 +178,7 @@ def test_a_table_is_made_once(device: str) -> None:
 
 
 def test_no_such_table_lists_those_there_are() -> None:
-    with pytest.raises(OpTableError, match=r"Tables there: default, native, torch-2\.13, torch-2\.8, uniform"):
+    with pytest.raises(OpTableError, match="Tables there: " + ", ".join(table_names("cuda"))):
         load_table("intel-xpu", "cuda")
 
 

@@ -36,6 +36,14 @@ class Maker:
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
+    def pivots(self) -> torch.Tensor:
+        """Return the pivots of a matrix of 4 x 4 whose rows stay where they are."""
+        return self.ints(1, 2, 3, 4, dtype=torch.int32)
+
+    def steps(self, count: int) -> torch.Tensor:
+        """Return a rising floating tensor."""
+        return self(count).detach().cumsum(0)
+
     def signs(self, *shape: int) -> torch.Tensor:
         """Return a tensor of ones, of a dtype that autocast may cast."""
         return torch.ones_like(self(*shape))
@@ -64,6 +72,16 @@ def _cudnn_rnn(t: Maker) -> Call:
 
 def _attention(t: Maker) -> Call:
     return call(t(1, 2, 8), t(1, 2, 8), t(1, 2, 8), 8, 2, t(24, 8), t(24), t(8, 8), t(8))
+
+
+def _bag(t: Maker) -> Call:
+    return call(t(4, 3), t.ints(0, 1, 2), t.ints(0, 2), False, 0, False, t(3))
+
+
+def _transformer(t: Maker) -> Call:
+    attention = (t(24, 8), t(24), t(8, 8), t(8))
+    norms = (t(8), t(8), t(8), t(8))
+    return call(t(2, 3, 8), 8, 2, *attention, True, False, 1e-5, *norms, t(16, 8), t(16), t(8, 16), t(8))
 
 
 def _conv(dims: int) -> Callable[[Maker], Call]:
@@ -95,11 +113,13 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "_convolution": _conv_flags(False, False, True, True),
     "_convolution.deprecated": _conv_flags(False, False, True),
     "_cudnn_rnn": _cudnn_rnn,
+    "_embedding_bag": _bag,
     "_grid_sampler_2d_cpu_fallback": _grid(2),
     "_native_multi_head_attention": _attention,
     "_scaled_dot_product_flash_attention": lambda t: call(t(1, 2, 4, 8), t(1, 2, 4, 8), t(1, 2, 4, 8)),
     "_thnn_fused_gru_cell": lambda t: call(t(2, 9), t(2, 9), t(2, 3), t(9), t(9)),
     "_thnn_fused_lstm_cell": lambda t: call(t(2, 12), t(2, 12), t(2, 3), t(12), t(12)),
+    "_transformer_encoder_layer_fwd": _transformer,
     "_upsample_bicubic2d_aa": _images(2, [8, 8], False),
     "_upsample_bilinear2d_aa": _images(2, [8, 8], False),
     "_upsample_nearest_exact1d": _images(1, [8]),
@@ -142,6 +162,8 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     ),
     "dot": lambda t: call(t(4), t(4)),
     "einsum": lambda t: call("ij,jk->ik", [t(2, 3), t(3, 4)]),
+    "embedding_bag": _bag,
+    "embedding_bag.padding_idx": lambda t: call(*_bag(t)[0], False, None),
     "fake_quantize_per_tensor_affine": lambda t: call(t(4, 4), 0.1, 0, 0, 255),
     "fractional_max_pool2d": lambda t: call(t(2, 3, 5, 5), [2, 2], [3, 3], t(2, 3, 2)),
     "fractional_max_pool3d": lambda t: call(t(2, 3, 5, 5, 5), [2, 2, 2], [3, 3, 3], t(2, 3, 3)),
@@ -150,9 +172,16 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "grid_sampler_3d": _grid(3),
     "group_norm": lambda t: call(t(2, 4, 3), 2, t(4), t(4)),
     "gru_cell": _cell(3),
+    "histogram.bins_tensor": lambda t: call(t(4, 4), t.steps(5)),
+    "index_add": lambda t: call(t(4, 4), 0, t.ints(0, 2), t(2, 4)),
     "index_copy": lambda t: call(t(4, 4), 0, t.ints(0, 2), t(2, 4)),
     "index_put": lambda t: call(t(4, 4), [t.ints(0, 2)], t(2, 4)),
+    "istft": lambda t: call(t.zeros(1, 3, 17, dtype=torch.complex64), 4, window=t.signs(4)),
     "layer_norm": lambda t: call(t(2, 4), [4], t(4), t(4)),
+    "linalg_cross": lambda t: call(t(4, 3), t(4, 3)),
+    "linalg_ldl_solve": lambda t: call(t(4, 4), t.pivots(), t(4, 4)),
+    "linalg_lu_solve": lambda t: call(t(4, 4), t.pivots(), t(4, 4)),
+    "linalg_solve_triangular": lambda t: call(t(4, 4), t(4, 4), upper=True),
     "linalg_cond.p_str": lambda t: call(t(4, 4), "fro"),
     "linalg_matrix_norm": lambda t: call(t(4, 4), 1),
     "linalg_householder_product": lambda t: call(t(4, 3), t(3)),
@@ -163,8 +192,10 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "linalg_tensorinv": lambda t: call(t(4, 4), 1),
     "linear": lambda t: call(t(2, 4), t(3, 4), t(3)),
     "lstm_cell": lambda t: call(t(2, 4), [t(2, 3), t(2, 3)], t(12, 4), t(12, 3), t(12), t(12)),
-    "lu_solve": lambda t: call(t(4, 4), t(4, 4), t.ints(1, 2, 3, 4, dtype=torch.int32)),
+    "lu_solve": lambda t: call(t(4, 4), t(4, 4), t.pivots()),
+    "lu_unpack": lambda t: call(t(4, 4), t.pivots()),
     "margin_ranking_loss": lambda t: call(t(4), t(4), t.signs(4)),
+    "masked_scatter": lambda t: call(t(4, 4), t.zeros(4, 4, dtype=torch.bool), t(4, 4)),
     "matmul": lambda t: call(t(2, 3, 4), t(4, 5)),
     "max_pool3d": _images(3, [2, 2, 2]),
     "max_unpool2d": lambda t: call(t(1, 1, 1, 1), t.zeros(1, 1, 1, 1), [2, 2]),
@@ -195,6 +226,9 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "rnn_relu_cell": _cell(1),
     "rnn_tanh_cell": _cell(1),
     "scaled_dot_product_attention": lambda t: call(t(1, 2, 4, 8), t(1, 2, 4, 8), t(1, 2, 4, 8)),
+    "scatter.src": lambda t: call(t(4, 4), 0, t.zeros(2, 4), t(2, 4)),
+    "scatter_reduce.two": lambda t: call(t(4, 4), 0, t.zeros(2, 4), t(2, 4), "sum"),
+    "searchsorted.Tensor": lambda t: call(t.steps(5), t(4)),
     "scatter_add": lambda t: call(t(4, 4), 0, t.zeros(2, 4), t(2, 4)),
     "stack": lambda t: call([t(2, 3), t(2, 3), t(2, 3)]),
     "stft": lambda t: call(t(1, 16), 4, window=t(4), return_complex=True),

@@ -28,7 +28,8 @@ PLACES = ("cpu", "fake cuda", "fake xpu", "cuda")
 """Where calls are made: on a device, or on fake tensors of one, for which no card is needed."""
 Observation = dict[str, Any]
 Regime = Callable[[str, torch.dtype], contextlib.AbstractContextManager[Any]]
-_MOVES = ("aten::_to_copy", "aten::to", "aten::detach", "aten::alias", "prim::device")
+_QUERIES = ("prim::device",)
+_MOVES = ("aten::_to_copy", "aten::to", "aten::detach", "aten::alias", *_QUERIES)
 
 
 class Recorder(TorchDispatchMode):
@@ -37,7 +38,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, moves: bool = False) -> None:
         super().__init__()
         self.ops: list[str] = []
-        self._left_out = () if moves else _MOVES
+        self._left_out = _QUERIES if moves else _MOVES
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name not in self._left_out:
@@ -96,15 +97,16 @@ def observe_row(op: OpOverload, place: str, regime: Regime) -> dict[str, Observa
     found = {}
     for lower in LOWER:
         for form, dtypes in forms(lower).items():
-            if _takes(op, len(dtypes)) and not (form == "parameters" and place.startswith(FAKE)):
+            if len(dtypes) <= dtypes_taken(op) and not (form == "parameters" and place.startswith(FAKE)):
                 found[f"{str(lower).removeprefix('torch.')}: {form}"] = observe(op, place, lower, form, regime)
     return found
 
 
-def _takes(op: OpOverload, count: int) -> bool:
+def dtypes_taken(op: OpOverload) -> int:
+    """Return how many floating tensors a call of ``op`` has here."""
     make = Maker("cpu", [torch.float32])
     arguments(op, make)
-    return make.made >= count
+    return make.made
 
 
 def rows(place: str) -> list[str]:

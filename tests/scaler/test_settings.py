@@ -72,7 +72,7 @@ def test_absent_device_of_a_disabled_scaler_is_silent() -> None:
 
 
 def test_unknown_device_lists_the_known() -> None:
-    with pytest.raises(UnknownDeviceError, match="cpu.*cuda.*xpu"):
+    with pytest.raises(UnknownDeviceError, match=r"cpu.*cuda.*xpu"):
         GradScaler("cdua")
 
 

@@ -101,9 +101,7 @@ def test_a_slice_of_a_weight_counts_as_the_weight(layer: torch.nn.Linear, x: tor
 
 
 @pytest.mark.parametrize("target", [torch.float32, torch.float64, torch.int8, torch.complex64])
-def test_a_cast_to_what_is_not_a_smaller_float_does_not_count(
-    layer: torch.nn.Linear, target: torch.dtype
-) -> None:
+def test_a_cast_to_what_is_not_a_smaller_float_does_not_count(layer: torch.nn.Linear, target: torch.dtype) -> None:
     with WeightCastCounter(layer) as casts:
         layer.weight.detach().to(target, copy=True)
     assert casts.count == 0

@@ -1,0 +1,91 @@
+"""Rows that mpamp's default tables have and torch's don't: each call runs in the dtypes that its policy says."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import mpamp
+from mpamp import CastPolicy
+from mpamp.oplists import load_table
+from tests.parity.observe import (
+    FAKE,
+    PLACES,
+    Observation,
+    device_of,
+    dtypes_taken,
+    forms,
+    is_here,
+    none,
+    observe,
+    overload,
+    stand_ins,
+)
+
+BRAIN, HALF = torch.bfloat16, torch.float16
+NOT_ON_FAKES = {"aten::_cudnn_rnn"}  # its autocast kernel asks the card's library
+
+
+def _added(place: str) -> dict[str, dict[torch.dtype, CastPolicy]]:
+    """Return the policies of a default table, by region dtype, where the native one has none."""
+    default, native = (load_table(name, device_of(place)) for name in ("default", "native"))
+    found: dict[str, dict[torch.dtype, CastPolicy]] = {}
+    for op, lower in itertools.product(default, (BRAIN, HALF)):
+        policy = default.policy(op, lower)
+        if policy is not None and native.policy(op, lower) is None:
+            found.setdefault(op, {})[lower] = policy
+    return found
+
+
+ADDED = {place: _added(place) for place in PLACES if is_here(place)}
+ROWS = [(p, op) for p, added in ADDED.items() for op in added if not (p.startswith(FAKE) and op in NOT_ON_FAKES)]
+
+
+def _expected_form(policy: CastPolicy, form: str) -> str | None:
+    """Return the form in which the same call, with no autocast, is what a region makes of ``form``."""
+    if "float64" in form:
+        return form
+    if policy is CastPolicy.FP32:
+        return "float32"
+    if policy is CastPolicy.LOWER_PRECISION_FP:
+        return "lower"
+    if policy is CastPolicy.PROMOTE:
+        return "float32" if len(forms(BRAIN)[form]) > 1 else form
+    return None
+
+
+def _seen(observation: Observation) -> tuple[list[str], str]:
+    return observation["ops"], observation["out"]
+
+
+@pytest.mark.parametrize(("place", "op"), ROWS)
+def test_added_row(place: str, op: str) -> None:
+    for lower, policy in ADDED[place][op].items():
+        fitting = [name for name, dtypes in forms(lower).items() if len(dtypes) <= dtypes_taken(overload(op))]
+        for form in (name for name in fitting if name != "parameters"):
+            _check(place, op, lower, form, policy)
+
+
+def _check(place: str, op: str, lower: torch.dtype, form: str, policy: CastPolicy) -> None:
+    expected = _expected_form(policy, form)
+    with stand_ins(place):
+        ours = observe(overload(op), place, lower, form, mpamp.autocast)
+        if expected is not None:
+            assert _seen(ours) == _seen(observe(overload(op), place, lower, expected, none)), (lower, form)
+        else:
+            assert ours["out"] == "-> float32", (lower, form)
+
+
+@pytest.mark.parametrize(("place", "op"), ROWS)
+def test_added_row_is_seen(place: str, op: str) -> None:
+    """The arguments reach the op."""
+    with stand_ins(place):
+        seen = observe(overload(op), place, BRAIN, "float32", none)
+    assert seen["ops"]
+    assert place != "cpu" or seen["out"] != "raises", seen["reason"]
+
+
+def test_enough_rows_are_added() -> None:
+    assert len(ROWS) > 450
