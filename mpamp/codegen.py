@@ -47,6 +47,7 @@ TAKE_NUMBERS = {f"aten::{name}{suffix}" for name in _ARITHMETIC.split(" ") for s
 _set_strategy = eval_frame.set_code_exec_strategy
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
+_NEVER = object()
 Resolve = Callable[["DeviceState"], "_scope.Scope | None"]
 
 
@@ -61,6 +62,7 @@ def build(
     op: OpOverload,
     native: Callable[..., Any] | None,
     *,
+    torchs: CastPolicy | None = None,
     thread: Any = _scope.THREAD,
     resolve: Resolve = _scope.resolve,
 ) -> Callable[..., Any]:
@@ -70,6 +72,7 @@ def build(
         device: The device whose key it will be installed at.
         op: The overload.
         native: The kernel that it goes on top of, called outside of regions; None where there is none.
+        torchs: The policy that ``native`` serves as well as ours would.
         thread: Where the kernel looks for the scope first.
         resolve: What it asks where that doesn't settle it.
     """
@@ -84,6 +87,7 @@ def build(
         "INDEX": device.index,
         "device": device,
         "LOWER": CastPolicy.LOWER_PRECISION_FP,
+        "TORCHS": torchs or _NEVER,
         "PROMOTE": CastPolicy.PROMOTE,
         "BANNED": CastPolicy.BANNED,
         "SET_OPT": CastPolicy.FP32_SET_OPT_DTYPE,
@@ -227,6 +231,8 @@ def kernel({", ".join(head)}):
     _policy = _scope.rules[_lower].get(OP)
     if _policy is None:
         return absent(_scope, _keys, {passed})
+    if _policy is TORCHS:
+        return outside(_keys, {passed})
 {lines}
     set_excluded(KEY, True)
     try:

@@ -140,7 +140,9 @@ def _install_one(device: DeviceState, name: str) -> None:
     op = find_overload(name)
     assert op is not None
     is_native = torch._C._dispatch_has_kernel_for_dispatch_key(name, device.key)
-    kernel = build(device, op, _native_kernel(device, op) if is_native else None)
+    row = _native_policy(device).get(name) if is_native else None
+    torchs = row.policy if row is not None and _is_torchs(name, row.policy, row) else None
+    kernel = build(device, op, _native_kernel(device, op) if is_native else None, torchs=torchs)
     if is_native:
         _overridden[device.type].add(name)
     namespace, _, rest = name.partition("::")

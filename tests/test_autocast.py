@@ -104,7 +104,6 @@ def test_default_dtype_is_the_devices(device: str, dtype: torch.dtype) -> None:
     assert mpamp.autocast(device).dtype is dtype
 
 
-@pytest.mark.xfail(strict=True, reason="device=None is remembered as what it was the first time")
 def test_none_is_the_current_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     mpamp.autocast()  # what an earlier region decided must not stick
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *a, **k: torch.device("xpu"))
@@ -214,7 +213,6 @@ def test_absent_device_warns_once_and_does_nothing() -> None:
 
 
 @pytest.mark.skipif(torch.xpu.is_available(), reason="the device is here")
-@pytest.mark.xfail(strict=True, reason="stacklevel of the warning is one too low: it names mpamp/autocast.py")
 def test_warning_of_an_absent_device_points_at_the_region() -> None:
     assert run_python(ABSENT).splitlines()[3].endswith("<string>")
 
@@ -451,9 +449,6 @@ def _cross(first: mpamp.Region, second: mpamp.Region) -> tuple[dict[str, Any], d
 
 
 @pytest.mark.parametrize("second", [{"dtype": HALF}, {"enabled": False}, {"dtype": FULL}])
-@pytest.mark.xfail(
-    strict=True, reason="each region restores what it saw at entry, so leaving out of order switches autocast on again"
-)
 def test_regions_left_out_of_order_leave_nothing_on(second: dict[str, Any]) -> None:
     before, after, _ = on_a_thread(lambda: _cross(mpamp.autocast("cpu"), mpamp.autocast("cpu", **second)))
     assert after == before
@@ -462,9 +457,7 @@ def test_regions_left_out_of_order_leave_nothing_on(second: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "second",
     [
-        pytest.param(
-            {"dtype": HALF}, marks=pytest.mark.xfail(strict=True, reason="an exit out of order restores too much")
-        ),
+        {"dtype": HALF},
         {"enabled": False},
     ],
 )
@@ -473,9 +466,6 @@ def test_a_region_stays_on_until_its_own_exit(second: dict[str, Any]) -> None:
     assert between is second.get("dtype", FULL)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="each region restores what it saw at entry, so leaving out of order switches autocast on again"
-)
 def test_a_table_is_gone_after_an_exit_out_of_order() -> None:
     def softmax_afterwards() -> torch.dtype:
         _cross(mpamp.autocast("cpu", ops={"softmax": "fp32"}), mpamp.autocast("cpu", HALF))
@@ -1024,7 +1014,6 @@ def test_changing_the_mapping_later_does_not_reach_other_regions(set_rules: Any)
         assert softmax_dtype() is FULL
 
 
-@pytest.mark.xfail(strict=True, reason="a process can make regions with about 900 different tables, then RegionError")
 def test_many_different_tables_may_be_used() -> None:
     code = """
 import itertools, torch, mpamp

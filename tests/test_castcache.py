@@ -179,7 +179,6 @@ def test_inner_regions_share_the_outermost_one_s_cache(weight: Parameter, x: Ten
     assert casts.count == 1
 
 
-@pytest.mark.xfail(strict=True, reason="leaving a disabled region doesn't empty the cache, outermost or not")
 def test_the_cache_empties_where_the_outermost_region_is_disabled(weight: Parameter, x: Tensor) -> None:
     with region(enabled=False), region():
         functional.linear(x, weight)

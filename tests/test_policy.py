@@ -237,11 +237,6 @@ print(loss())
 """
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a float64 argument is left alone by mpamp's kernels only, not by torch's",
-)
 def test_result_does_not_depend_on_earlier_regions() -> None:
     """A region elsewhere that has rules of its own must not change what a default region does."""
     root = Path(__file__).parents[1]
@@ -250,9 +245,9 @@ def test_result_does_not_depend_on_earlier_regions() -> None:
     assert before == after
 
 
-@pytest.mark.xfail(strict=True, reason="running statistics are cast like any argument, and the update is lost")
-def test_lower_precision_batch_norm_updates_its_running_statistics() -> None:
-    layer = torch.nn.BatchNorm1d(4)
+def test_lower_precision_batch_norm_loses_no_update_of_its_running_statistics() -> None:
+    """Its schema doesn't say that it writes into them: cast like the others, the update would go to a copy."""
+    layer = torch.nn.BatchNorm1d(4, affine=False)
     with _region(BRAIN, batch_norm="lower_precision_fp"):
         layer(_ones(FULL) + torch.arange(4.0)[:, None])
     assert layer.running_mean is not None

@@ -788,8 +788,8 @@ def test_recompute_in_plain_torch_autocast_runs_in_the_forward_s_dtypes(
 def test_recompute_of_plain_torch_autocast_is_torch_s(
     leaf: Tensor, cache_enabled: bool, backward: Any, reentrant: bool, request: pytest.FixtureRequest
 ) -> None:
-    if backward is not None or not cache_enabled:
-        reason = "a region around the backward, or torch's cache off, is taken for a forward in a region of ours"
+    if not cache_enabled:
+        reason = "torch.autocast with its cache off can't be told from a region of ours"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     seen: list[torch.dtype] = []
 
@@ -867,7 +867,6 @@ def test_nested_regions_are_recomputed_each_with_its_table(x: Tensor, reentrant:
 
 
 @both_kinds
-@pytest.mark.xfail(strict=True, reason="of two regions opened at one autograd node the outer one is taken")
 def test_a_default_region_inside_one_with_rules_is_recomputed_with_the_default(x: Tensor, reentrant: bool) -> None:
     block = Recorder()
     with region(ops=FULL_SOFTMAX), region():
@@ -911,7 +910,6 @@ def test_nested_checkpoint_is_recomputed_with_the_table(leaf: Tensor) -> None:
 
 
 @both_kinds
-@pytest.mark.xfail(strict=True, reason="only the last 1024 regions with rules are remembered")
 def test_recompute_after_many_other_regions(block: Recorder, leaf: Tensor, reentrant: bool) -> None:
     with region(ops=FULL_SOFTMAX):
         y = checkpoint(block, leaf, use_reentrant=reentrant)
@@ -923,7 +921,6 @@ def test_recompute_after_many_other_regions(block: Recorder, leaf: Tensor, reent
 
 
 @both_kinds
-@pytest.mark.xfail(strict=True, reason="a region with the default table is recomputed with the default of the moment")
 def test_recompute_after_process_wide_rules_have_changed(block: Recorder, leaf: Tensor, reentrant: bool) -> None:
     with region():
         y = checkpoint(block, leaf, use_reentrant=reentrant)
@@ -952,7 +949,7 @@ def test_another_thread_s_regions_do_not_reach_a_recompute(block: Recorder, leaf
 
 @both_kinds
 @pytest.mark.xfail(
-    strict=True, reason="autograd numbers nodes per thread, regions are remembered for all threads together"
+    strict=False, reason="autograd numbers nodes per thread, regions are remembered for all threads together"
 )
 def test_forwards_on_two_threads_are_recomputed_each_with_its_table(x: Tensor, reentrant: bool) -> None:
     blocks, barrier = [Recorder(), Recorder()], threading.Barrier(2)

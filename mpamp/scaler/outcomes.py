@@ -58,8 +58,10 @@ class Outcomes:
         known = [result for result in results if result.is_read]
         if any(result.skipped for result in known):
             return self.watch.saw(True)
-        if len(known) == checked or kernels.is_on_host(found_inf):
-            value: Any = len(known) < checked and found_inf.tolist()
+        if len(known) == checked:
+            return self.watch.saw(False)
+        if kernels.is_on_host(found_inf):
+            value: Any = found_inf.tolist()
             return self.watch.saw(value > 0)
         return not is_capturing and self.watch.saw_on_device(rows, device_state(scale.device.type).backend)
 

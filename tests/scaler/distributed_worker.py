@@ -145,19 +145,21 @@ def mixtures() -> dict[str, Any]:
     none = nn.Parameter(torch.zeros(2, device=DEVICE))
     bad_plain = plain * (math.inf if RANK == 1 else 1.0)
     found: dict[str, Any] = {}
-    for name, fused in (("", {}), (", fused", {"fused": True})):
+    for name, kind in (("", {"foreach": False}), (", fused", {"fused": True})):
         # torch's fused kernels take DTensors or plain tensors, not both.
-        if not fused:
-            found["plain and sharded, good"] = outcome([parameter(plain.clone()), parameter(sharded(mesh))])
-            found["plain and bad sharded"] = outcome([parameter(plain.clone()), parameter(sharded(mesh, bad=True))])
-            found["bad plain and sharded"] = outcome([parameter(bad_plain.clone()), parameter(sharded(mesh))])
+        if not name:
+            found["plain and sharded, good"] = outcome([parameter(plain.clone()), parameter(sharded(mesh))], **kind)
+            found["plain and bad sharded"] = outcome(
+                [parameter(plain.clone()), parameter(sharded(mesh, bad=True))], **kind
+            )
+            found["bad plain and sharded"] = outcome([parameter(bad_plain.clone()), parameter(sharded(mesh))], **kind)
         found[f"replicated before bad sharded{name}"] = outcome(
-            [parameter(replicated.clone()), parameter(sharded(mesh, bad=True))], **fused
+            [parameter(replicated.clone()), parameter(sharded(mesh, bad=True))], **kind
         )
         group = dist.group.WORLD
         part = parameter(bad_plain.clone()) if RANK == 1 else none
-        found[f"group, one rank without gradients{name}"] = outcome([part], group=group, **fused)
-        found[f"group, bad on both{name}"] = outcome([parameter(plain * math.inf)], group=group, **fused)
+        found[f"group, one rank without gradients{name}"] = outcome([part], group=group, **kind)
+        found[f"group, bad on both{name}"] = outcome([parameter(plain * math.inf)], group=group, **kind)
     found["complex sharded"] = outcome([parameter(sharded(mesh, dtype=torch.complex64))], foreach=False)
     found["complex bad sharded"] = outcome([parameter(sharded(mesh, bad=True, dtype=torch.complex64))], foreach=False)
     return found

@@ -140,6 +140,7 @@ def test_accelerator_and_processor_in_one_optimizer() -> None:
     assert scaler.get_scale() == 2.0**15
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_accelerator_sparse_float16(weights: Any) -> None:
     rows = torch.full((2, 1), 40000.0, dtype=torch.float16, device=DEVICE)
     param = torch.nn.Parameter(torch.zeros(2, 1, dtype=torch.float16, device=DEVICE))

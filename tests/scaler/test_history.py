@@ -78,11 +78,10 @@ def test_history_survives_pickling(scaler: GradScaler, weights: Any, run_backwar
     assert other.history == [*scaler.history, ScaleRecord(3, 512.0, False)]
 
 
-def test_step_counts_past_what_float32_holds() -> None:
-    scaler = GradScaler("cpu", history_size=2)
-    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
-    count = scaler._history._count
-    assert count is not None
-    count.fill_(2**24 + 1)
-    scaler._history.push(torch.tensor(2.0), torch.tensor(0.0))
-    assert scaler.history == [ScaleRecord(2**24 + 2, 2.0, False)]
+def test_long_history_stays_in_order(weights: Any, run_backward: Any) -> None:
+    scaler = GradScaler("cpu", init_scale=2.0, history_size=100, growth_interval=1)
+    optimizer = torch.optim.SGD(weights, lr=0.1, fused=True)
+    train(scaler, optimizer, run_backward, *[1.0, math.inf] * 75)
+    assert [r.step for r in scaler.history] == list(range(51, 151))
+    assert [r.skipped for r in scaler.history] == [False, True] * 50
+    assert {r.scale for r in scaler.history} == {2.0, 4.0}

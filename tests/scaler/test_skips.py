@@ -41,10 +41,15 @@ class Reads(TorchDispatchMode):
 
 @pytest.fixture
 def tolist_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count reads by ``tolist``, which on the CPU run no op."""
+    """Count reads of scalars by ``tolist``, which on the CPU run no op. Copies that have arrived are no scalars."""
     reads: list[int] = []
     real = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or real(self))
+
+    def counted(tensor: torch.Tensor) -> Any:
+        reads.extend([1] * (tensor.dim() == 0))
+        return real(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
     return reads
 
 
@@ -97,8 +102,8 @@ def test_reads_of_the_device(
         assert counted.count - own + len(tolist_reads) == reads
     tolist_reads.clear()
     assert scaler.last_step_skipped(optimizer) is (factor != 1.0)
-    assert scaler.last_step(optimizer).scale > 0
     assert len(tolist_reads) == 1 - reads
+    assert scaler.last_step(optimizer).scale == (65536.0 if factor == 1.0 else 32768.0)
 
 
 def test_result_says_when_it_is_not_read(like_accelerator: None, weights: Any, run_backward: Any) -> None:
@@ -108,7 +113,7 @@ def test_result_says_when_it_is_not_read(like_accelerator: None, weights: Any, r
     scaler.step(optimizer)
     assert repr(scaler.last_step(optimizer)) == "StepResult(step=1, not read yet)"
     assert not scaler.last_step_skipped(optimizer)
-    assert repr(scaler.last_step(optimizer)) == "StepResult(step=1, skipped=False, scale=4)"
+    assert repr(scaler.last_step(optimizer)) == "StepResult(step=1, skipped=False)"
 
 
 @every_optimizer
@@ -304,6 +309,30 @@ def test_fused_skips_are_reported_late_and_without_waiting(
     assert 3 < number <= 7
     assert tolist_reads == []
     assert late.sent >= 2
+
+
+def test_fused_skips_beyond_what_is_sent_at_once_add_up(late: Late, weights: Any, run_backward: Any) -> None:
+    scaler = GradScaler("cpu", max_consecutive_skips=100)
+    optimizer = torch.optim.SGD(weights, lr=0.1, fused=True)
+    for _ in range(99):
+        skip(scaler, optimizer, run_backward)
+    skip(scaler, optimizer, run_backward, factor=1.0)
+    for _ in range(99):
+        skip(scaler, optimizer, run_backward)
+    with pytest.warns(MpampWarning, match=r"last 1\d\d updates"):
+        for _ in range(20):
+            skip(scaler, optimizer, run_backward)
+    assert late.sent <= 16
+
+
+def test_a_read_on_the_way_counts(late: Late, weights: Any, run_backward: Any) -> None:
+    scaler = GradScaler("cpu", max_consecutive_skips=2)
+    optimizer = torch.optim.SGD(weights, lr=0.1, fused=True)
+    run_backward(scaler, weights, factor=math.inf)
+    scaler.step(optimizer)
+    assert scaler.last_step_skipped(optimizer)
+    scaler.update()
+    assert scaler._outcomes.watch.streak == 1
 
 
 def test_fused_good_steps_are_not_reported(late: Late, weights: Any, run_backward: Any) -> None:
