@@ -72,7 +72,7 @@ def parts(out: Path, device: str, *, is_quick: bool) -> list[Part]:
         return Part(f"demo_{dtype}", command, 45, ("click", "rich", "sklearn", "matplotlib"), made)
 
     chosen = f"{device} or parity or accelerator"
-    pytest = ["-m", "pytest", "tests", "-q", "-k", chosen, "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    pytest = ["-m", "pytest", "tests", "-q", "-k", chosen, "--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:benchmark", "-W", "ignore::pytest.PytestConfigWarning"]
     if _version("xdist") is not None:
         pytest += ["-n", "4"]
     return [

@@ -47,7 +47,6 @@ TAKE_NUMBERS = {f"aten::{name}{suffix}" for name in _ARITHMETIC.split(" ") for s
 _set_strategy = eval_frame.set_code_exec_strategy
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
-_NEVER = object()
 Resolve = Callable[["DeviceState"], "_scope.Scope | None"]
 
 
@@ -72,13 +71,14 @@ def build(
         device: The device whose key it will be installed at.
         op: The overload.
         native: The kernel that it goes on top of, called outside of regions; None where there is none.
-        torchs: The policy that ``native`` serves as well as ours would.
+        torchs: The policy that ``native`` follows, where it is one that it may be left to.
         thread: Where the kernel looks for the scope first.
         resolve: What it asks where that doesn't settle it.
     """
     arguments, name = op._schema.arguments, overload_name(op)
     unlisted = _unlisted(device, op)
     cast, cast_apart = caster(device, keep=_returns_new(op)), caster(device, keep=False)
+    may_keep, kept = keeper(device)
     append = find_overload(APPEND_DTYPE[name]) if name in APPEND_DTYPE else None
     environment: dict[str, Any] = {
         "OP": name,
@@ -87,7 +87,7 @@ def build(
         "INDEX": device.index,
         "device": device,
         "LOWER": CastPolicy.LOWER_PRECISION_FP,
-        "TORCHS": torchs or _NEVER,
+        "TORCHS": torchs,
         "PROMOTE": CastPolicy.PROMOTE,
         "BANNED": CastPolicy.BANNED,
         "SET_OPT": CastPolicy.FP32_SET_OPT_DTYPE,
@@ -105,6 +105,9 @@ def build(
         "get_dtype": torch.get_autocast_dtype,
         "set_excluded": torch._C._dispatch_tls_set_dispatch_key_excluded,
         "target_of": _target_of(device, name),
+        "may_keep": may_keep,
+        "kept": kept,
+        "knows": _knows,
         "cast": cast,
         "cast_all": lambda tensors, target, scope: [
             # A product of one tensor may be a view of it.
@@ -116,7 +119,7 @@ def build(
         "call": _FAST.get(name, op._op),
         "call_append": None if append is None else append._op,
     }
-    source, file = kernel_source(op), f"<mpamp kernel {device.type} {name}>"
+    source, file = kernel_source(op, torchs), f"<mpamp kernel {device.type} {name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     exec(_compiled(source), environment)
     kernel: FunctionType = environment["kernel"]
@@ -167,10 +170,10 @@ def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | No
     return target_of
 
 
-def caster(device: DeviceState, *, keep: bool) -> Callable[[torch.Tensor, torch.dtype, _scope.Scope], torch.Tensor]:
-    """Return the function that casts one argument, or finds the kept cast of a weight.
+def keeper(device: DeviceState) -> tuple[Callable[[_scope.Scope], bool], Callable[..., torch.Tensor]]:
+    """Return a check whether casts may be kept now, and the function that gives a float32 weight's kept cast.
 
-    ``keep`` is False for ops that may return an argument itself: a kept cast must not reach the user.
+    The latter returns a tensor that isn't a weight as it is.
     """
     on_device, capturing = device.backend.tensor_check(), device.backend.capture_check()
     is_tracing = torch._C._is_tracing
@@ -181,15 +184,32 @@ def caster(device: DeviceState, *, keep: bool) -> Callable[[torch.Tensor, torch.
             return False
         return capturing is None or not capturing()
 
+    def kept(tensor: torch.Tensor, target: torch.dtype, cache: Any) -> torch.Tensor:
+        found = cache.find(tensor, target)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+        if is_weight(tensor) and on_device(tensor):
+            return cache.add(tensor, target)  # type: ignore[no-any-return]
+        return tensor
+
+    return may_keep, kept
+
+
+def caster(device: DeviceState, *, keep: bool) -> Callable[[torch.Tensor, torch.dtype, _scope.Scope], torch.Tensor]:
+    """Return the function that casts one argument, or finds the kept cast of a weight.
+
+    ``keep`` is False for ops that may return an argument itself: a kept cast must not reach the user.
+    """
+    on_device = device.backend.tensor_check()
+    may_keep, kept = keeper(device)
+
     def cast(tensor: torch.Tensor, target: torch.dtype, scope: _scope.Scope) -> torch.Tensor:
-        cache = scope.cache
-        if keep and cache is not None and may_keep(scope):
-            kept = cache.find(tensor, target)
-            if kept is not None:
-                return kept
-            if is_weight(tensor) and tensor.dtype is not target and on_device(tensor):
-                return cache.add(tensor, target)
-        if tensor.dtype is target or tensor.dtype not in CASTABLE or not on_device(tensor):
+        dtype = tensor.dtype
+        if dtype is target or dtype not in CASTABLE:
+            return tensor
+        if keep and dtype is torch.float32 and may_keep(scope):
+            tensor = kept(tensor, target, scope.cache)
+        if tensor.dtype is target or not on_device(tensor):
             return tensor
         return tensor.to(target)
 
@@ -200,8 +220,8 @@ _WRITTEN = {"running_mean", "running_var"}
 """Arguments that normalization layers write into, though their schemas don't say so: a cast would lose the update."""
 
 
-def kernel_source(op: OpOverload) -> str:
-    """Return the Python source of an op's kernel, specialised on its schema.
+def kernel_source(op: OpOverload, torchs: CastPolicy | None = None) -> str:
+    """Return the Python source of an op's kernel, specialised on its schema and on the policy of torch's own kernel.
 
     Names of its own start with an underscore, for keyword arguments keep theirs.
 
@@ -218,8 +238,10 @@ def kernel_source(op: OpOverload) -> str:
     tensors = [(names[i], str(a.type)) for i, a in arguments if "Tensor" in str(a.type) and a.name not in _WRITTEN]
     if op._schema.name in TAKE_NUMBERS:
         tensors = [(name, "Number") for name, _ in tensors]
+    short = [] if torchs is None or is_in_place(op) else ["if _policy is TORCHS:"]
+    short += [f"    {line}" for line in _short_body(torchs, tensors, passed)] if short and torchs else []
     body = _in_place_body(tensors) if is_in_place(op) else [*_body(tensors), *_dtype_lines(op, names, tensors, passed)]
-    lines = "\n".join("    " + line for line in body)
+    lines = "\n".join("    " + line for line in [*short, *body])
     return f"""\
 def kernel({", ".join(head)}):
     _scope = thread.state.scopes[INDEX]
@@ -231,8 +253,6 @@ def kernel({", ".join(head)}):
     _policy = _scope.rules[_lower].get(OP)
     if _policy is None:
         return absent(_scope, _keys, {passed})
-    if _policy is TORCHS:
-        return outside(_keys, {passed})
 {lines}
     set_excluded(KEY, True)
     try:
@@ -240,6 +260,41 @@ def kernel({", ".join(head)}):
     finally:
         set_excluded(KEY, False)
 """
+
+
+def _short_body(torchs: CastPolicy, tensors: list[tuple[str, str]], passed: str) -> list[str]:
+    """Return the lines for a call whose policy torch's own kernel follows as well.
+
+    But for some cases: torch keeps no cast of a frozen weight and may keep a stale one, its promote knows
+    two dtypes only, and it casts beside a float64 argument.
+    """
+    run = f"return outside(_keys, {passed})"
+    has_list = any(_is_list(kind) or kind == "Number" for _, kind in tensors)
+    if torchs is CastPolicy.PROMOTE:
+        return [f"if knows(_lower, ({', '.join(name for name, _ in tensors)},)):", f"    {run}"]
+    if torchs is not CastPolicy.LOWER_PRECISION_FP:
+        return [run]
+    if has_list:
+        return ["pass"]
+    is_double, is_single = (
+        " or ".join(f"({_guard(name, kind)}{name}.dtype is {dtype})" for name, kind in tensors)
+        for dtype in ("FLOAT64", "FLOAT32")
+    )
+    lines = [f"if not ({is_double}):"]
+    lines += [f"    if ({is_single}) and _lower is not FLOAT32 and may_keep(_scope):", "        _cache = _scope.cache"]
+    for name, kind in tensors:
+        lines += [f"        if {_guard(name, kind)}{name}.dtype is FLOAT32:"]
+        lines += [f"            {name} = kept({name}, _lower, _cache)"]
+    return [*lines, f"    {run}"]
+
+
+def _knows(lower: torch.dtype, tensors: Iterable[Any]) -> bool:
+    """Tell whether torch's promote takes a call: it raises on a dtype that is neither float32 nor the region's."""
+    for item in tensors:
+        for tensor in item if isinstance(item, list | tuple) else (item,):
+            if tensor is not None and tensor.dtype is not lower and tensor.dtype is not torch.float32:
+                return False
+    return True
 
 
 def _body(tensors: list[tuple[str, str]]) -> list[str]:

@@ -38,6 +38,9 @@ _TORCH_ONLY = {"aten::_cudnn_rnn", "aten::miopen_rnn"}
 """Ops whose kernel in torch does more than cast: it lays the weights out anew."""
 _SAME_AS_TORCH = {CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP32_APPEND_DTYPE}
 
+_LEFT_TO_TORCH = {*_SAME_AS_TORCH, CastPolicy.LOWER_PRECISION_FP, CastPolicy.PROMOTE}
+"""Policies that our kernel may leave to torch's, call by call; its ban is of float32 arguments too."""
+
 _lock = threading.RLock()
 _installed: dict[str, dict[str, torch.library.Library]] = {}
 _planned: set[tuple[str, OpTable, torch.dtype]] = set()
@@ -141,7 +144,8 @@ def _install_one(device: DeviceState, name: str) -> None:
     assert op is not None
     is_native = torch._C._dispatch_has_kernel_for_dispatch_key(name, device.key)
     row = _native_policy(device).get(name) if is_native else None
-    torchs = row.policy if row is not None and _is_torchs(name, row.policy, row) else None
+    is_left = row is not None and row.policy in _LEFT_TO_TORCH and not device.has_vendor_kernels
+    torchs = row.policy if row is not None and is_left else None
     kernel = build(device, op, _native_kernel(device, op) if is_native else None, torchs=torchs)
     if is_native:
         _overridden[device.type].add(name)

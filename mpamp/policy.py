@@ -71,7 +71,8 @@ REMEDY = {
     "aten::binary_cross_entropy": (
         "Its gradient overflows in lower precision. Use "
         "torch.nn.functional.binary_cross_entropy_with_logits on the logits, which is safe to autocast, "
-        "or allow it in float32 by ops={'binary_cross_entropy': 'fp32'}."
+        "or allow it in float32 by ops={'binary_cross_entropy': 'fp32'} (amp.initialize's allow_banned=True in a "
+        "script for apex)."
     )
 }
 
@@ -106,6 +107,7 @@ def target_dtype(
     if policy is CastPolicy.BANNED:
         low = next((d for d in dtypes if d is not torch.float32), None)
         if low is not None:
-            remedy = REMEDY.get(op, f"Cast its arguments to float32, or allow it by ops={{{op!r}: 'fp32'}}.")
+            allowed = "fallthrough" if op.partition(".")[0].endswith("_") else "fp32"
+            remedy = REMEDY.get(op, f"Cast its arguments to float32, or allow it by ops={{{op!r}: {allowed!r}}}.")
             raise BannedOpError(f"{op} is unsafe to run on {low} arguments under autocast. {remedy}")
     return None

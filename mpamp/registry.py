@@ -34,6 +34,8 @@ class DeviceState:
         """Goes up whenever the default table changes."""
         self.unseen_modules = backend.watched_modules
         """Modules that would put Autocast kernels on top of ours when imported, and haven't been yet."""
+        self.has_vendor_kernels = False
+        """Whether the kernels under ours may be another's than torch's, with policies of their own."""
         self.see_modules()
         self.quick_specs: list[Any] = []
         """What regions were entered with, and can be again without asking anything first."""
@@ -46,6 +48,7 @@ class DeviceState:
     def see_modules(self) -> list[str]:
         """Return the watched modules that were imported since the last call."""
         seen = [m for m in self.unseen_modules if _is_imported(m)]
+        self.has_vendor_kernels = self.has_vendor_kernels or bool(seen)
         self.unseen_modules = tuple(m for m in self.unseen_modules if m not in seen)
         return seen
 

@@ -1,4 +1,4 @@
-"""Run a spread of calls under plain torch.autocast, before mpamp is imported and after its kernels are in; print JSON."""
+"""Run calls under plain torch.autocast, before mpamp is imported and after its kernels are in; print JSON."""
 
 from __future__ import annotations
 

@@ -88,6 +88,7 @@ def test_a_vendor_module_imported_later_does_not_stay_on_top(cpu, tmp_path, monk
             """)
     )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(cpu, "has_vendor_kernels", False)
     monkeypatch.setattr(cpu, "unseen_modules", (*cpu.unseen_modules, "vendor_of_kernels"))
     a = torch.ones(1, 2, 2)
     region = mpamp.autocast("cpu", BF16)

@@ -237,6 +237,12 @@ print(loss())
 """
 
 
+@pytest.mark.xfail(
+    not hasattr(torch.library, "get_kernel"),
+    strict=True,
+    raises=AssertionError,
+    reason="this torch can't be asked for its own kernel once ours is on top, and ours leaves float64 alone",
+)
 def test_result_does_not_depend_on_earlier_regions() -> None:
     """A region elsewhere that has rules of its own must not change what a default region does."""
     root = Path(__file__).parents[1]

@@ -1,8 +1,8 @@
 """Train a small CNN on scikit-learn's digits, written the way scripts for NVIDIA's apex are.
 
-    mpamp run --device cpu examples/apex_style/train_digits.py --opt-level O2
-    mpamp run examples/apex_style/train_digits.py --opt-level O1 --loss-scale 128.0
-    torchrun --nproc-per-node 2 --no-python mpamp run examples/apex_style/train_digits.py
+mpamp run --device cpu examples/apex_style/train_digits.py --opt-level O2
+mpamp run examples/apex_style/train_digits.py --opt-level O1 --loss-scale 128.0
+torchrun --nproc-per-node 2 --no-python mpamp run examples/apex_style/train_digits.py
 """
 
 import argparse

@@ -10,8 +10,9 @@ from ..functions import lower_precision_function as half_function
 from ..registration import register_float_function, register_promote_function
 from ..registration import register_lower_precision_function as register_half_function
 from . import handle, scaler
+from .checkpoint import load_state_dict, state_dict
 from .handle import AmpHandle, NoOpHandle, disable_casts, init
-from .initialize import initialize, load_state_dict, master_params, shutdown, state_dict
+from .initialize import initialize, master_params, shutdown
 from .scale import scale_loss, unscale
 from .state import state as _amp_state
 from .wrapper import OptimWrapper

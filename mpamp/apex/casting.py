@@ -16,6 +16,7 @@ from ..containers import _mapping_like, _sequence_like
 __all__ = ["ForwardCast", "cast_forward", "cast_module", "cast_tree", "uncast_forward"]
 
 _ATTRIBUTE = "_mpamp_forward_cast"
+_SUBCLASS = "_mpamp_casting_class"
 _OPAQUE = (str, bytes, nn.Module, torch.dtype, torch.device, torch.Generator, type, types.ModuleType)
 
 
@@ -119,9 +120,11 @@ def uncast_forward(model: nn.Module) -> None:
             model.__dict__["forward"] = cast.inner
 
 
-@functools.cache
-def _casting(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a module's class whose ``forward`` casts."""
+def _casting(cls: Any) -> Any:
+    """Return the subclass of a module's class whose ``forward`` casts; the class itself keeps it."""
+    known = vars(cls).get(_SUBCLASS)
+    if known is not None:
+        return known
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +144,8 @@ def _casting(cls: type[nn.Module]) -> type[nn.Module]:
         return reduced
 
     body = {"forward": forward, "__reduce_ex__": reduce_ex, "__doc__": cls.__doc__, "__module__": cls.__module__}
-    made: type[nn.Module] = type(cls)(cls.__name__, (cls,), {**body, "__qualname__": cls.__qualname__})
+    made = type(cls)(cls.__name__, (cls,), {**body, "__qualname__": cls.__qualname__})
+    setattr(cls, _SUBCLASS, made)
     return made
 
 
@@ -153,9 +157,9 @@ def _remake(make: Callable[..., Any], cls: type[nn.Module], *args: Any) -> Any:
 def floating_tensors(models: Iterable[nn.Module]) -> Iterable[tuple[str, str, torch.Tensor]]:
     """Yield every floating parameter and buffer with what it is and its name."""
     for model in models:
-        for name, tensor in model.named_parameters():
-            if tensor.is_floating_point():
-                yield "parameter", name, tensor
-        for name, tensor in model.named_buffers():
-            if tensor.is_floating_point():
-                yield "buffer", name, tensor
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point():
+                yield "parameter", name, parameter
+        for name, buffer in model.named_buffers():
+            if buffer.is_floating_point():
+                yield "buffer", name, buffer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from typing import Any
 
@@ -27,13 +28,19 @@ def serve_data_parallel() -> None:
 
 
 def _with_masters(synchronize: Any) -> Any:
+    signature = inspect.signature(synchronize)
+
     @functools.wraps(synchronize)
-    def wrapper(module: nn.Module, process_group: Any, bucket_size: int, src: int, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        module: nn.Module = given["module"]
         masters = [(p, m) for p in module.parameters() if (m := master_of(p)) is not None]
-        result = synchronize(module, process_group, bucket_size, src, *args, **kwargs)
+        result = synchronize(*args, **kwargs)
         if masters:
             weights = [master.weight.detach() for _, master in masters]
-            torch.distributed._broadcast_coalesced(process_group, weights, bucket_size, src)
+            size, source = given["broadcast_bucket_size"], given["src"]
+            dist: Any = torch.distributed
+            dist._broadcast_coalesced(given["process_group"], weights, size, source)
             for parameter, master in masters:
                 master.version = parameter._version
         return result

@@ -11,7 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from .. import castcache
-from . import ambient
+from ..errors import MpampWarning
+from . import ambient, blocks
 from .errors import AmpUsageError
 from .lists import enter
 from .scale import scale_loss
@@ -34,7 +35,7 @@ class AmpHandle:
 
     def is_active(self) -> bool:
         """Tell whether functions are cast now, on this thread."""
-        return self._is_active and ambient.is_casting()
+        return self._is_active and blocks.is_casting()
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Any, optimizer: Optimizer) -> Iterator[Any]:
@@ -55,9 +56,9 @@ class AmpHandle:
             )
         scaler = self._default_scaler
         scaled = loss * scaler.loss_scale()
-        with _warn_of_unscaled_backward(loss):
-            yield scaled
         try:
+            with _notice_unscaled_backward(loss, scaled):
+                yield scaled
             if unscale_in_place(optimizer, scaler):
                 self._skip_once(optimizer)
         finally:
@@ -92,7 +93,7 @@ class AmpHandle:
 
     @contextlib.contextmanager
     def _disable_casts(self) -> Iterator[None]:
-        with ambient.casts_off():
+        with blocks.casts_off():
             yield
 
     @property
@@ -161,11 +162,29 @@ class NoOpHandle:
 
 
 @contextlib.contextmanager
-def _warn_of_unscaled_backward(loss: Any) -> Iterator[None]:
-    """Warn of a backward pass on the loss that was given rather than on the scaled one."""
-    scaled = loss.grad_fn if isinstance(loss, torch.Tensor) else None
-    yield
-    del scaled
+def _notice_unscaled_backward(loss: Any, scaled: Any) -> Iterator[None]:
+    """Warn of a backward pass in the block that starts at the loss rather than at the scaled one."""
+    if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
+        yield
+        return
+    passes: set[int] = set()
+    task = torch._C._current_graph_task_id
+
+    def check(_: torch.Tensor) -> None:
+        if task() not in passes:
+            warnings.warn(
+                "backward() was called on the loss itself inside handle.scale_loss, which is almost certainly an "
+                "error: call it on the scaled loss that the block gives.",
+                MpampWarning,
+                stacklevel=2,
+            )
+
+    hooks = [scaled.register_hook(lambda _: passes.add(task())), loss.register_hook(check)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def init(
@@ -195,7 +214,7 @@ def init(
     Example:
         >>> handle = init()
         >>> a = torch.ones(2, 2)
-        >>> if a.device.type in ambient.devices():
+        >>> if a.device.type in blocks.devices():
         ...     assert (a @ a).dtype is torch.float16
         >>> handle._deactivate()
     """
@@ -217,8 +236,5 @@ def disable_casts() -> Iterator[None]:
         ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
         torch.float32
     """
-    with ambient.casts_off():
+    with blocks.casts_off():
         yield
-
-
-_ = warnings

@@ -1,18 +1,19 @@
-"""``initialize`` and ``shutdown``, and the state of the loss scalers."""
+"""``initialize`` and ``shutdown``."""
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import ambient, optimizers as _optimizers
+from . import ambient
+from . import optimizers as _optimizers
 from .casting import ForwardCast, cast_forward, cast_module, floating_tensors, keeps_float32, uncast_forward
+from .checkpoint import load_state_dict
 from .distributed import serve_data_parallel
 from .errors import AmpTypeError, AmpUsageError
 from .handle import init
@@ -21,7 +22,7 @@ from .properties import Properties, choose
 from .scaler import LossScaler
 from .state import state, warn_or_raise
 
-__all__ = ["initialize", "load_state_dict", "master_params", "shutdown", "state_dict"]
+__all__ = ["initialize", "master_params", "shutdown"]
 
 _models: weakref.WeakKeyDictionary[nn.Module, _Cast] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -99,12 +100,13 @@ def initialize(
     properties = Properties()
     if not enabled:
         ambient.withdraw()
+        state.reset()
         state.opt_properties = properties
         return models if optimizers is None else (models, optimizers)
     given = {name: value for name, value in locals().items() if name in properties.options and name != "opt_level"}
     choose(properties, opt_level, given)
     model_list, optimizer_list = _lists(models, optimizers)
-    _check_models(model_list)
+    _check_models(model_list, is_cast=bool(properties.cast_model_type or cast_model_outputs))
     _check_optimizers(optimizer_list, model_list if properties.master_weights else None)
     scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
@@ -164,8 +166,10 @@ def _named(value: Any) -> str:
     return name
 
 
-def _check_models(models: list[nn.Module]) -> None:
+def _check_models(models: list[nn.Module], *, is_cast: bool) -> None:
     for model in models:
+        if is_cast and isinstance(model, torch.jit.ScriptModule):
+            raise AmpUsageError("a scripted model's forward can't be changed: pass it to amp.initialize unscripted.")
         parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
         if isinstance(model, parallel):
             raise AmpUsageError(
@@ -204,13 +208,16 @@ def _cast(
     models: list[nn.Module], optimizers: list[Optimizer], properties: Properties, outputs: torch.dtype | None
 ) -> None:
     dtype = properties.cast_model_type or None
+
+    def dtype_of(module: nn.Module, name: str) -> torch.dtype:
+        return torch.float32 if properties.keep_batchnorm_fp32 and keeps_float32(module) else properties.cast_model_type
+
     exact = _exact_values(optimizers) if properties.master_weights else None
     for model in models:
         if model not in _models:
             _models[model] = _Cast(model)
         if dtype is not None:
-            keeps = keeps_float32 if properties.keep_batchnorm_fp32 else None
-            cast_module(model, lambda m, _: torch.float32 if keeps is not None and keeps(m) else dtype)
+            cast_module(model, dtype_of)
             if not _models[model].handles:
                 _models[model].handles = follow_state_dicts(model)
         if dtype is not None or outputs is not None:
@@ -258,7 +265,7 @@ def _restore(model: nn.Module, cast: _Cast) -> None:
     cast_module(model, lambda module, name: cast.dtypes.get(module, {}).get(name, torch.float32))
 
 
-# -- Parameters and scalers --------------------------------------------------------------------------
+# -- Parameters --------------------------------------------------------------------------
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -271,52 +278,3 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return each loss scaler's scale and its count of backward passes without overflow; empty without scalers.
-
-    Example:
-        >>> state_dict()
-        OrderedDict()
-    """
-    found: dict[str, Any] = OrderedDict() if destination is None else destination
-    for number, scaler in enumerate(getattr(state, "loss_scalers", [])):
-        found[f"loss_scaler{number}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
-    return found
-
-
-def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load what ``state_dict`` returned, by position; before ``initialize`` it is kept for that.
-
-    Raises:
-        AmpUsageError: The dict isn't amp's; nothing has been loaded then.
-    """
-    entries = _entries(state_dict)
-    scalers = getattr(state, "loss_scalers", None)
-    if scalers is None:
-        state.loaded = dict(state_dict)
-        return
-    if len(entries) != len(scalers):
-        print(f"Warning: state_dict contains {len(entries)} entries, while {len(scalers)} loss_scalers are used")
-    for number, (scale, unskipped) in enumerate(entries):
-        if number >= len(scalers):
-            print(f"Skipping loss_scaler[{number}], since num_losses was set to {len(scalers)}")
-            break
-        scalers[number]._loss_scale, scalers[number]._unskipped = scale, unskipped
-
-
-def _entries(state_dict: Mapping[str, Any]) -> list[tuple[float, int]]:
-    unexpected = [key for key in state_dict if "loss_scaler" not in str(key)]
-    if unexpected:
-        raise AmpUsageError(
-            f"Unexpected key(s) in state_dict: {', '.join(map(repr, unexpected))}. amp's has loss_scaler0, "
-            "loss_scaler1, ...; is this another object's state dict? Nothing was loaded."
-        )
-    try:
-        return [(float(entry["loss_scale"]), int(entry["unskipped"])) for entry in state_dict.values()]
-    except (TypeError, KeyError, ValueError) as error:
-        raise AmpUsageError(
-            f"an entry of the state_dict is not {{'loss_scale': number, 'unskipped': count}} ({error!r}). "
-            "Nothing was loaded."
-        ) from error

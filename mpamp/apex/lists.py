@@ -12,7 +12,7 @@ from ..autocast import autocast
 from ..functions import casting
 from ..optable import OpTable
 from ..registry import get_backend
-from . import ambient
+from . import ambient, blocks
 from .masters import LOW
 from .patches import Patches
 
@@ -54,7 +54,7 @@ def _patch(patches: Patches) -> None:
 def _float_on_host(cpu: Any) -> Any:
     def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = cpu(self, *args, **kwargs)
-        is_cast = result.dtype in LOW and ambient.is_casting() and self.device.type in ambient.devices()
+        is_cast = result.dtype in LOW and blocks.is_casting() and self.device.type in blocks.devices()
         return result.float() if is_cast else result
 
     return wrapper

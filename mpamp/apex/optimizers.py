@@ -7,14 +7,14 @@ import sys
 from types import FrameType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import ambient
+from . import blocks
 from .errors import AmpAssertionError, AmpAttributeError, AmpTypeError, AmpUsageError
+from .masterstash import MasterStash, make_stash, refuse_dtype
 from .scaler import LossScaler
-from .stash import MasterStash, Stash, make_stash, refuse_dtype
+from .stash import Stash
 from .state import say
 
 __all__ = ["attach", "detach", "refuse_attached", "refuse_dtype", "stash_of"]
@@ -162,7 +162,7 @@ def _add_param_group(original: Any, self: Any, param_group: dict[str, Any]) -> N
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     attached, stash = vars(optimizer)["_amp_attached"], stash_of(optimizer)
     if attached.frame is not None:
-        if ambient.is_running(attached.frame):
+        if blocks.is_running(attached.frame):
             return None
         _leave(optimizer)  # an earlier step raised
     attached.frame = sys._getframe(1)
@@ -171,7 +171,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     closure = args[1] if closure_at else kwargs.get("closure")
     if closure is None:
         attached.is_skipping = _take_skip(stash)
-    attached.casts_off = ambient.enter_casts_off(attached.frame)
+    attached.casts_off = blocks.enter_casts_off(attached.frame)
     if closure is None:
         return None
     wrapped = _closure(optimizer, closure)
@@ -184,7 +184,7 @@ def _closure(optimizer: Optimizer, closure: Any) -> Any:
     @functools.wraps(closure, updated=())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         stash.before_closure()
-        with ambient.casts_on():
+        with blocks.casts_on():
             loss = closure(*args, **kwargs)
         if _take_skip(stash):
             attached.is_skipping = True
@@ -227,4 +227,4 @@ def _leave(optimizer: Optimizer) -> None:
     attached = vars(optimizer)["_amp_attached"]
     casts_off, attached.casts_off = attached.casts_off, None
     attached.frame, attached.is_skipping = None, False
-    ambient.leave_casts_off(casts_off)
+    blocks.leave_casts_off(casts_off)

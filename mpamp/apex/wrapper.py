@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .. import castcache
 from .errors import AmpAssertionError, AmpNotImplementedError
 from .scaler import LossScaler
 from .state import say
@@ -77,7 +76,7 @@ class OptimWrapper(Optimizer):
         self._optimizer.zero_grad()
         return kept
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Step the wrapped optimizer, unless a loss since the last step overflowed.
 
         Raises:
@@ -129,6 +128,3 @@ class OptimWrapper(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add to the wrapped optimizer's groups."""
         self._optimizer.add_param_group(param_group)
-
-
-_ = castcache

@@ -75,7 +75,11 @@ class Backend:
         if accelerator is None or accelerator.type != tensor.device.type:
             copy = tensor.detach().clone()
             return lambda: copy
-        pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        try:
+            pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        except RuntimeError:  # the device can't copy without the host
+            copy = tensor.cpu()
+            return lambda: copy
         pinned.copy_(tensor, non_blocking=True)
         event = torch.Event(tensor.device)
         event.record(torch.accelerator.current_stream(tensor.device))

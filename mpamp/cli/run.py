@@ -31,10 +31,11 @@ def run(device_name: str | None, script: Path, arguments: tuple[str, ...]) -> No
 
     The script stays as it is: `from apex import amp` and everything after it.
     """
+    redirection = _redirection(device_name)
     install()
     sys.argv = [str(script), *arguments]
     sys.path[0:0] = [str(script.resolve().parent)]
-    with _redirection(device_name):
+    with redirection:
         runpy.run_path(str(script), run_name="__main__")
 
 
@@ -55,7 +56,7 @@ class _Redirect(TorchFunctionMode):
     """Sends to one device what is meant for a device that this machine lacks, by name or by ``tensor.<device>()``."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.device = device
 
     def __torch_function__(

@@ -44,7 +44,7 @@ def table_names(device: str) -> list[str]:
 
     Example:
         >>> table_names("xpu")
-        ['default', 'intel-xpu', 'native', 'torch-2.13', 'torch-2.8', 'uniform']
+        ['apex', 'default', 'intel-xpu', 'native', 'torch-2.13', 'torch-2.8', 'uniform']
     """
     tables = _data("tables.toml")
     return sorted(name for name, by_device in tables.items() if _has_section(tables, name, by_device, device))

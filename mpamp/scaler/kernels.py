@@ -113,11 +113,13 @@ def unscale_bucket_(bucket: Bucket, found_inf: Tensor, inv_scale: Tensor) -> Non
         _check_and_unscale_(grads, found_inf, inv_scale)
 
 
-@functools.cache
 def _runs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether the device's kernel takes a dtype; CUDA's has no bfloat16 up to torch 2.11 at least."""
-    if dtype.is_complex or not has_kernel(device.type, UNSCALE):
-        return False
+    return not dtype.is_complex and has_kernel(device.type, UNSCALE) and _takes(device, dtype)
+
+
+@functools.cache
+def _takes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether the device's kernel takes a dtype; CUDA's has no bfloat16 in torch 2.11."""
     grad, found_inf = torch.ones(1, dtype=dtype, device=device), torch.zeros((), device=device)
     try:
         torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, torch.ones_like(found_inf))

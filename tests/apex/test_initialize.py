@@ -47,6 +47,7 @@ def test_disabled_returns_what_it_was_given_before_any_check(enabled_first):
     assert found[1] is optimizers
     assert amp.initialize(models, enabled=False) is models
     assert amp._amp_state.opt_properties.enabled is False
+    assert amp.state_dict() == {}
     assert ambient.installed() == []
 
 
@@ -86,6 +87,16 @@ def test_wrapped_models_are_refused():
         amp.initialize(nn.DataParallel(net()), opt_level="O1", verbosity=0)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*torch.jit.script:Warning")
+def test_scripted_models_are_refused_where_their_forward_would_change():
+    model = torch.jit.script(nn.Linear(4, 2))
+    with pytest.raises(RuntimeError, match="unscripted"):
+        amp.initialize(model, opt_level="O2", verbosity=0)
+    assert model.weight.dtype is torch.float32
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    assert model(data()).dtype is torch.float16
+
+
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 def test_half_models_are_refused_unless_allowed(kind, capsys):
     model = nn.BatchNorm1d(2)
@@ -111,7 +122,7 @@ def test_other_dtypes_are_taken(dtype, level):
 
 
 def test_an_optimizer_goes_through_once():
-    model, optimizer = start("O1")
+    _, optimizer = start("O1")
     with pytest.raises(RuntimeError, match=r"only be passed through amp.initialize once"):
         amp.initialize(net(), optimizer, opt_level="O1", verbosity=0)
     optimizer = sgd(net())

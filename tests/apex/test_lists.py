@@ -93,7 +93,21 @@ FLOAT = {
     "ctc_loss": (lambda x: F.ctc_loss(x, torch.ones(1, 1, dtype=torch.int64), [2], [1]), t(2, 1, 2)),
     **{
         name: (getattr(torch, name), VEC / 4)
-        for name in "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan".split()
+        for name in [
+            "acos",
+            "asin",
+            "cosh",
+            "erfinv",
+            "exp",
+            "expm1",
+            "log",
+            "log10",
+            "log2",
+            "reciprocal",
+            "rsqrt",
+            "sinh",
+            "tan",
+        ]
     },
     "cosh method": (torch.Tensor.cosh, VEC),
     "pow": (lambda x: torch.pow(x, 2), VEC),
@@ -114,7 +128,7 @@ FLOAT = {
     "sum of a dimension": (lambda x: x.sum(0), SQUARE),
     "var": (torch.var, VEC),
     "renorm": (lambda x: torch.renorm(x, 2, 0, 1.0), SQUARE),
-    "cpu": (torch.Tensor.cpu, VEC),
+    "cpu": (lambda x: x.cpu(), VEC),
 }
 PROMOTE = {
     "addcdiv": (torch.addcdiv, VEC, VEC, VEC),
@@ -161,7 +175,7 @@ def test_promote_functions(low, name):
     assert function(args[0], *to(args[1:], low)).dtype is FP32
 
 
-@pytest.mark.parametrize("name", "eq equal ge gt le lt ne".split())
+@pytest.mark.parametrize("name", ["eq", "equal", "ge", "gt", "le", "lt", "ne"])
 def test_comparisons_promote(low, name):
     value = torch.tensor([1 + 2.0**-20])
     found = getattr(torch, name)(value, value.to(low))
@@ -209,21 +223,21 @@ def test_batch_norm_runs_half_with_float32_weights(low):
 # -- In place ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", "add_ mul_ div_ sub_ atan2_ addcmul_ addcdiv_".split())
+@pytest.mark.parametrize("name", ["add_", "mul_", "div_", "sub_", "atan2_", "addcmul_", "addcdiv_"])
 def test_in_place_takes_the_dtype_of_what_is_written(low, name):
     for mine, other in ((low, FP32), (FP32, low), (low, low)):
-        x = VEC.to(mine)
-        y = VEC.to(other)
+        x = VEC.to(mine, copy=True)
+        y = VEC.to(other, copy=True)
         args = (y, y) if name.startswith("addc") else (y,)
         assert getattr(x, name)(*args) is x
         assert x.dtype is mine
 
 
-@pytest.mark.parametrize("name", "addmm_ addbmm_ baddbmm_ addmv_ addr_".split())
+@pytest.mark.parametrize("name", ["addmm_", "addbmm_", "baddbmm_", "addmv_", "addr_"])
 def test_in_place_products_take_the_dtype_of_what_is_written(low, name):
-    function, first, *rest = HALF[name[:-1]]
+    _, first, *rest = HALF[name[:-1]]
     for mine, other in ((low, FP32), (FP32, low)):
-        x = first.to(mine)
+        x = first.to(mine, copy=True)
         assert getattr(x, name)(*to(rest, other)).dtype is mine
 
 
@@ -237,7 +251,23 @@ def test_augmented_assignment_writes_in_place(low):
     assert torch.equal(x, (VEC * 2).to(low))
 
 
-@pytest.mark.parametrize("name", "acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ tan_".split())
+@pytest.mark.parametrize(
+    "name",
+    [
+        "acos_",
+        "asin_",
+        "cosh_",
+        "erfinv_",
+        "exp_",
+        "expm1_",
+        "log_",
+        "log10_",
+        "log2_",
+        "reciprocal_",
+        "rsqrt_",
+        "tan_",
+    ],
+)
 def test_in_place_float_functions_refuse_lower_precision(low, name):
     for function in (getattr(torch.Tensor, name), getattr(torch, name, getattr(torch.Tensor, name))):
         x = (VEC / 4).to(low)
@@ -275,7 +305,7 @@ def test_binary_cross_entropy_may_be_allowed(how):
     if how == "initialize":
         amp.initialize(nn.Linear(1, 1), opt_level="O1", allow_banned=True, verbosity=0)
     elif how == "init":
-        amp.init(allow_banned=True)
+        amp.init(allow_banned=True, devices=["cpu"])
     else:
         start("O1")
         amp.register_float_function(F, "binary_cross_entropy")
@@ -341,7 +371,7 @@ def test_rnn_layers_compute_what_float32_does(low, kind):
 @pytest.mark.parametrize("kind", CELLS)
 def test_a_cell_in_a_loop_casts_each_weight_once_an_iteration(kind):
     cell = CELLS[kind](3, 2)
-    model, optimizer = start("O1", model=cell, loss_scale=8.0)
+    _, optimizer = start("O1", model=cell, loss_scale=8.0)
     counts = []
     for _ in range(3):
         with WeightCastCounter(cell) as casts:
@@ -482,7 +512,69 @@ def test_a_list_of_parameters_as_an_argument():
 
 
 def test_without_caching():
-    handle = amp.init(enable_caching=False)
+    handle = amp.init(enable_caching=False, devices=["cpu"])
     assert handle.has_cache is False
     model = nn.Linear(2, 2, bias=False)
     assert weight_casts(model, lambda: [model(torch.ones(1, 2)) for _ in range(3)]) == 3
+
+
+# -- On an accelerator -------------------------------------------------------------------------------
+
+on_accelerator = [
+    pytest.mark.accelerator,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+
+
+def moved(value, device):
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return type(value)(moved(v, device) for v in value) if isinstance(value, list | tuple) else value
+
+
+@pytest.fixture(params=["O1", "O4"])
+def low_there(request):
+    device = torch.accelerator.current_accelerator()
+    amp.initialize(nn.Linear(1, 1).to(device), opt_level=request.param, verbosity=0)
+    return DTYPE[request.param], device
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=on_accelerator) for n in (*HALF, *FLOAT, *PROMOTE)])
+def test_functions_on_the_accelerator(low_there, name):
+    low, device = low_there
+    function, *args = {**HALF, **FLOAT, **PROMOTE}[name]
+    args = moved(args, device)
+    from_float32 = low if name in HALF else FP32
+    from_low = FP32 if name in FLOAT else low
+    if name != "ctc_loss":  # its targets have to be on the host for cuDNN
+        assert function(*args).dtype is from_float32
+        assert function(*to(args, low)).dtype is from_low
+    assert (A_CPU @ A_CPU).dtype is FP32
+
+
+A_CPU = torch.ones(2, 2)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(n, marks=on_accelerator) for n in LAYERS])
+def test_rnns_on_the_accelerator(low_there, kind):
+    low, device = low_there
+    layer, cell = LAYERS[kind](3, 2).to(device), CELLS[kind](3, 2).to(device)
+    x = t(4, 2, 3).to(device).requires_grad_()
+    out, hidden = layer(x)
+    assert (out.dtype, first(hidden).dtype, first(cell(x[0])).dtype) == (low, low, low)
+    out.float().sum().backward()
+    assert {x.grad.dtype, *(p.grad.dtype for p in layer.parameters())} == {FP32}
+    packed, _ = layer(pack_padded_sequence(x, [4, 2]))
+    assert packed.data.dtype is low
+
+
+@pytest.mark.parametrize("kind", [pytest.param(n, marks=on_accelerator) for n in CELLS])
+def test_a_cell_in_a_loop_on_the_accelerator(kind):
+    device = torch.accelerator.current_accelerator()
+    cell = CELLS[kind](3, 2).to(device)
+    amp.initialize(cell, torch.optim.SGD(cell.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    with WeightCastCounter(cell) as casts:
+        hidden = None
+        for _ in range(100):
+            hidden = cell(t(1, 3).to(device), hidden)
+    assert casts.count == 4

@@ -117,6 +117,8 @@ def test_names(device: str) -> None:
 def test_rows_can_be_served(name: str, device: str) -> None:
     """Every row is an op that exists, with a policy that its schema can take."""
     for op, row in load_table(name, device).items():
+        if op.removeprefix("aten::") in HISTORIC:
+            continue  # torch alone serves them: named tensors can't be passed to a kernel in Python
         found = find_overload(op)
         assert found is not None
         has_dtype = any(a.name == "dtype" for a in found._schema.arguments)
@@ -222,7 +224,7 @@ def _probe(name: str, place: str) -> CastPolicy:
     """Return the policy that torch's autocast follows for an op, by what it does to the op's arguments."""
     op = overload(name)
     single, low, mixed = (observe(op, place, BRAIN, form, torchs) for form in ("float32", "lower", "lower, float32"))
-    if "unsafe to autocast" in low["reason"]:
+    if "unsafe to" in low["reason"]:
         return CastPolicy.BANNED
     if _has(single, "bfloat16"):
         return CastPolicy.LOWER_PRECISION_FP

@@ -110,15 +110,19 @@ def dtypes_taken(op: OpOverload) -> int:
 
 
 def rows(place: str) -> list[str]:
-    """Return the overloads that have a kernel at a device's Autocast key, ours included once one is installed.
-
-    Those that name dimensions (until torch 2.12) are left out: named tensors can't be passed to ``torch.ops``.
-    So is cuDNN's RNN on fake tensors: its autocast kernel lays the weights out anew, on a card.
-    """
+    """Return the overloads that have a kernel at a device's Autocast key, ours included once one is installed."""
     found = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device_of(place).upper()}")
-    names = sorted(n for n in found if n.startswith("aten::"))
+    return sorted(n for n in found if n.startswith("aten::") and can_be_called(n, place))
+
+
+def can_be_called(name: str, place: str) -> bool:
+    """Tell whether an overload can be called here at all.
+
+    Those that name dimensions (until torch 2.12) can't: ``torch.ops`` takes no named tensors. Nor can cuDNN's RNN
+    on fake tensors: its autocast kernel lays the weights out anew, on a card.
+    """
     left_out = ("imname", ".names_", "_cudnn_rnn") if place.startswith(FAKE) else ("imname", ".names_")
-    return [n for n in names if not any(part in n for part in left_out)]
+    return not any(part in name for part in left_out)
 
 
 def overload(name: str) -> OpOverload:

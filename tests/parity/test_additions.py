@@ -11,9 +11,9 @@ import mpamp
 from mpamp import CastPolicy
 from mpamp.oplists import load_table
 from tests.parity.observe import (
-    FAKE,
     PLACES,
     Observation,
+    can_be_called,
     device_of,
     dtypes_taken,
     forms,
@@ -25,7 +25,6 @@ from tests.parity.observe import (
 )
 
 BRAIN, HALF = torch.bfloat16, torch.float16
-NOT_ON_FAKES = {"aten::_cudnn_rnn"}  # its autocast kernel asks the card's library
 
 
 def _added(place: str) -> dict[str, dict[torch.dtype, CastPolicy]]:
@@ -40,7 +39,7 @@ def _added(place: str) -> dict[str, dict[torch.dtype, CastPolicy]]:
 
 
 ADDED = {place: _added(place) for place in PLACES if is_here(place)}
-ROWS = [(p, op) for p, added in ADDED.items() for op in added if not (p.startswith(FAKE) and op in NOT_ON_FAKES)]
+ROWS = [(place, op) for place, added in ADDED.items() for op in added if can_be_called(op, place)]
 
 
 def _expected_form(policy: CastPolicy, form: str) -> str | None:

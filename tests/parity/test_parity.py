@@ -30,7 +30,12 @@ def _native(place: str) -> dict[str, str]:
 
 
 NATIVE = {place: _native(place) for place in PLACES if is_here(place)}
-ROWS = [pytest.param(place, op, id=f"{place}: {op}") for place, native in NATIVE.items() for op in native]
+MARKS = {place: [pytest.mark.accelerator] for place in PLACES if place == device_of(place) != "cpu"}
+ROWS = [
+    pytest.param(place, op, id=f"{place}: {op}", marks=MARKS.get(place, []))
+    for place, native in NATIVE.items()
+    for op in native
+]
 ROWS += [
     pytest.param(place, "", marks=pytest.mark.skip(reason=f"no {place} tensors on this machine"))
     for place in PLACES

@@ -121,9 +121,11 @@ def test_a_plugin_that_fails_to_import_gives_one_warning_and_an_error_with_its_c
     cause = ImportError("libnpu.so is missing")
     point = Point("npu", cause)
     manager = manage(point)
-    with pytest.warns(mpamp.MpampWarning, match=r"acme-npu 1\.2.*libnpu\.so is missing") as caught:
-        with pytest.raises(mpamp.PluginLoadError, match=r"acme-npu 1\.2.*libnpu\.so") as failed:
-            manager.backend("npu")
+    with (
+        pytest.warns(mpamp.MpampWarning, match=r"acme-npu 1\.2.*libnpu\.so is missing") as caught,
+        pytest.raises(mpamp.PluginLoadError, match=r"acme-npu 1\.2.*libnpu\.so") as failed,
+    ):
+        manager.backend("npu")
     assert len(caught) == 1
     assert failed.value.__cause__ is cause
     assert statuses(manager) == ["failed"]
@@ -291,7 +293,7 @@ class NewCpu(MyCpu):
 
 
 def test_replacing_a_built_in_backend_unasked_is_a_conflict() -> None:
-    with pytest.raises(mpamp.PluginConflictError, match="mpamp and acme-npu.*replaces_builtin"):
+    with pytest.raises(mpamp.PluginConflictError, match=r"mpamp and acme-npu.*replaces_builtin"):
         manage(Point("cpu", plugin(MyCpu()))).backend("cpu")
 
 

@@ -180,6 +180,7 @@ def test_pickle_between_iterations(duplicate: Any, weights: Any, run_backward: A
     other.step(optimizer)
     other.update()
     assert other.last_step_skipped(optimizer)
+    assert other.last_step(optimizer).step == 4
     assert other.get_scale() == scaler.get_scale() / 4
 
 

@@ -65,7 +65,7 @@ def test_momentum_after_a_skipped_first_step(run_backward: Any) -> None:
         weight = torch.nn.Parameter(torch.ones(100))
         optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, foreach=False if not fused else None, fused=fused)
         scaler = GradScaler("cpu")
-        for factor in (math.inf, 1.0, 1.0):
+        for factor in (math.inf, 1.0, 1.0, math.inf, 1.0):
             # Memory that the optimizer may get, unset, for its momentum.
             junk = torch.full((100,), math.nan)
             optimizer.zero_grad()

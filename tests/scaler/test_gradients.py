@@ -32,16 +32,24 @@ def found(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> list[float]:
     return [v.item() for v in scaler._found_inf_per_device(optimizer).values()]
 
 
-@pytest.fixture(params=["kernels", "ordinary ops"])
-def either(request: pytest.FixtureRequest) -> str:
-    """Run a test with the device's kernels, and with ordinary ops in their place."""
+@pytest.fixture(params=["kernels", "kernels without 16 bits", "ordinary ops"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Run a test with the device's kernels, and with ordinary ops in their place; return what the kernels took."""
+    low = (torch.bfloat16, torch.float16)
     if request.param == "ordinary ops":
         request.getfixturevalue("without_kernels")
-    return str(request.param)
+    elif request.param == "kernels without 16 bits":
+        monkeypatch.setattr("mpamp.scaler.kernels._takes", lambda device, dtype: dtype not in low)
+    taken: list[torch.dtype] = []
+    name = "_amp_foreach_non_finite_check_and_unscale_"
+    real = getattr(torch, name)
+    monkeypatch.setattr(torch, name, lambda grads, *rest: taken.extend(g.dtype for g in grads) or real(grads, *rest))
+    request.node.kernel = request.param
+    return taken
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_in_place(either: str, dtype: torch.dtype, scaler: GradScaler) -> None:
+def test_dtypes_in_place(either: list[torch.dtype], dtype: torch.dtype, scaler: GradScaler) -> None:
     grad = torch.full((3,), 3 - 2j if dtype.is_complex else 3.0, dtype=dtype)
     param, expected = given(grad * 1024), grad.clone()
     before = param.grad
@@ -53,19 +61,34 @@ def test_dtypes_in_place(either: str, dtype: torch.dtype, scaler: GradScaler) ->
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_non_finite_is_found(either: str, dtype: torch.dtype, bad: float, scaler: GradScaler) -> None:
+def test_non_finite_is_found(either: list[torch.dtype], dtype: torch.dtype, bad: float, scaler: GradScaler) -> None:
     values = torch.ones(5, dtype=dtype)
     values[3] = complex(1.0, bad) if dtype.is_complex else bad
     assert found(scaler, unscaled(scaler, given(torch.ones(2)), given(values))) == [1.0]
 
 
-def test_mixed_dtypes_in_one_group(either: str, scaler: GradScaler) -> None:
+def test_mixed_dtypes_in_one_group(
+    either: list[torch.dtype], scaler: GradScaler, request: pytest.FixtureRequest
+) -> None:
     params = [given(torch.full((2,), 2048.0, dtype=d)) for d in DTYPES for _ in range(2)]
     unscaled(scaler, *params)
     assert all(torch.equal(p.grad, torch.full((2,), 2.0, dtype=p.dtype)) for p in params)
+    expected = {
+        "kernels": {torch.float32, torch.float64, torch.bfloat16},
+        "kernels without 16 bits": {torch.float32, torch.float64},
+        "ordinary ops": set(),
+    }
+    assert set(either) == expected[request.node.kernel]
 
 
-def test_lazily_conjugated_gradient(either: str, scaler: GradScaler) -> None:
+def test_many_16_bit_gradients(either: list[torch.dtype], scaler: GradScaler) -> None:
+    params = [given(torch.full((2,), 2048.0, dtype=torch.bfloat16)) for _ in range(70)]
+    params[-1].grad[0] = math.inf
+    assert found(scaler, unscaled(scaler, *params)) == [1.0]
+    assert all(p.grad[1] == 2.0 for p in params)
+
+
+def test_lazily_conjugated_gradient(either: list[torch.dtype], scaler: GradScaler) -> None:
     param = given(torch.tensor([1024 + 2048j]).conj())
     assert param.grad is not None
     assert param.grad.is_conj()
@@ -73,7 +96,7 @@ def test_lazily_conjugated_gradient(either: str, scaler: GradScaler) -> None:
     assert param.grad.resolve_conj().tolist() == [1 - 2j]
 
 
-def test_scale_that_is_no_power_of_two(either: str) -> None:
+def test_scale_that_is_no_power_of_two(either: list[torch.dtype]) -> None:
     scaler = GradScaler("cpu", init_scale=3.0)
     params = [given(torch.full((2,), 6.0, dtype=d)) for d in DTYPES]
     unscaled(scaler, *params)
@@ -81,14 +104,14 @@ def test_scale_that_is_no_power_of_two(either: str) -> None:
 
 
 @pytest.mark.parametrize("is_coalesced", [True, False])
-def test_sparse_rows(either: str, is_coalesced: bool, scaler: GradScaler) -> None:
+def test_sparse_rows(either: list[torch.dtype], is_coalesced: bool, scaler: GradScaler) -> None:
     grad = torch.sparse_coo_tensor([[1, 1, 2]], torch.full((3, 2), 1024.0), (4, 2), check_invariants=True)
     param = given(grad.coalesce() if is_coalesced else grad)
     unscaled(scaler, param)
     assert param.grad.to_dense()[:, 0].tolist() == [0.0, 2.0, 1.0, 0.0]
 
 
-def test_sparse_inf_skips(either: str, scaler: GradScaler) -> None:
+def test_sparse_inf_skips(either: list[torch.dtype], scaler: GradScaler) -> None:
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     before = embedding.weight.detach().clone()
     optimizer = torch.optim.SparseAdam(list(embedding.parameters()))
@@ -99,7 +122,7 @@ def test_sparse_inf_skips(either: str, scaler: GradScaler) -> None:
     assert scaler.get_scale() == 512.0
 
 
-def test_compressed_sparse_gradient(either: str, scaler: GradScaler) -> None:
+def test_compressed_sparse_gradient(either: list[torch.dtype], scaler: GradScaler) -> None:
     param = torch.nn.Parameter(torch.zeros(2, 2).to_sparse_csr())
     param.grad = torch.eye(2).mul(2048).to_sparse_csr()
     unscaled(scaler, param)
@@ -113,7 +136,7 @@ def test_sum_of_float16_rows_that_overflows_is_found() -> None:
     assert found(scaler, unscaled(scaler, param)) == [1.0]
 
 
-def test_empty_gradient(either: str, scaler: GradScaler) -> None:
+def test_empty_gradient(either: list[torch.dtype], scaler: GradScaler) -> None:
     assert found(scaler, unscaled(scaler, given(torch.empty(0)), given(torch.full((1,), 1024.0)))) == [0.0]
 
 
@@ -155,7 +178,7 @@ def test_float16_without_names_is_placed() -> None:
 
 
 @pytest.mark.parametrize("init_scale", [1024.0, 2.0**26])
-def test_float16_allowed(either: str, init_scale: float) -> None:
+def test_float16_allowed(either: list[torch.dtype], init_scale: float) -> None:
     scaler = GradScaler("cpu", init_scale=init_scale, allow_fp16_grads=True)
     param = given(torch.full((2,), 2048.0, dtype=torch.float16))
     unscaled(scaler, param)

@@ -150,6 +150,25 @@ def test_no_event_where_it_would_make_the_host_wait(
     assert plugin.events == [ScaleEvent(1, 1024.0, False, optimizer)]
 
 
+def test_listening_costs_no_further_read(
+    plugin: Plugin,
+    like_accelerator: None,
+    scaler: GradScaler,
+    weights: Any,
+    run_backward: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads, real = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or real(tensor))
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    for number in (1, 2):
+        run_backward(scaler, weights)
+        scaler.step(optimizer)
+        scaler.update()
+        assert reads == [torch.Size([2])] * number
+        assert len(plugin.events) == number
+
+
 def test_event_of_a_plain_optimizer_comes_before_it_steps(
     plugin: Plugin, scaler: GradScaler, weights: Any, run_backward: Any
 ) -> None:

@@ -16,6 +16,7 @@ from mpamp.backends.base import Backend
 from mpamp.errors import GradientOverflowError, MpampWarning
 from mpamp.registry import get_backend
 from mpamp.scaler import GradScaler, StepResult
+from mpamp.scaler.watch import SkipWatch
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "plain": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False),
@@ -71,6 +72,25 @@ def test_last_step_skipped(make: Any, scaler: GradScaler, weights: Any, run_back
     result = scaler.last_step(optimizer)
     assert isinstance(result, StepResult)
     assert (result.step, result.skipped, result.scale) == (4, False, 256.0)
+
+
+@pytest.mark.parametrize("is_accelerator", [False, True])
+@every_optimizer
+def test_results_of_past_steps_stay(
+    make: Any, is_accelerator: bool, weights: Any, run_backward: Any, request: pytest.FixtureRequest
+) -> None:
+    if is_accelerator:
+        request.getfixturevalue("like_accelerator")
+    scaler = GradScaler("cpu", init_scale=64.0)
+    optimizer = make(weights)
+    results: list[Any] = []
+    for factor in (1.0, math.inf, 1.0, math.inf):
+        optimizer.zero_grad()
+        run_backward(scaler, weights, factor=factor)
+        scaler.step(optimizer)
+        results.append(scaler.last_step(optimizer))
+        scaler.update()
+    assert [(r.skipped, r.scale) for r in results] == [(False, 64.0), (True, 64.0), (False, 32.0), (True, 32.0)]
 
 
 @pytest.mark.parametrize(("name", "reads"), [("plain", 1), ("foreach", 1), ("fused", 0)])
@@ -233,6 +253,11 @@ def test_warning_after_too_many_skips_names_the_parameters(make: Any, run_backwa
         train(math.nan)
     with pytest.warns(MpampWarning, match="last 6 updates"):
         train(math.nan)
+    train(1.0)
+    for _ in range(2):
+        train(math.nan)
+    with pytest.warns(MpampWarning, match="last 3 updates"):
+        train(math.nan)
 
 
 def test_error_after_too_many_skips_leaves_a_usable_scaler(weights: Any, run_backward: Any) -> None:
@@ -314,15 +339,36 @@ def test_fused_skips_are_reported_late_and_without_waiting(
 def test_fused_skips_beyond_what_is_sent_at_once_add_up(late: Late, weights: Any, run_backward: Any) -> None:
     scaler = GradScaler("cpu", max_consecutive_skips=100)
     optimizer = torch.optim.SGD(weights, lr=0.1, fused=True)
-    for _ in range(99):
-        skip(scaler, optimizer, run_backward)
-    skip(scaler, optimizer, run_backward, factor=1.0)
-    for _ in range(99):
-        skip(scaler, optimizer, run_backward)
-    with pytest.warns(MpampWarning, match=r"last 1\d\d updates"):
-        for _ in range(20):
+
+    def skip_often(times: int) -> None:
+        for _ in range(times):
             skip(scaler, optimizer, run_backward)
+
+    skip_often(99)
+    skip(scaler, optimizer, run_backward, factor=1.0)
+    skip_often(99)
+    with pytest.warns(MpampWarning, match=r"last 1\d\d updates"):
+        skip_often(20)
     assert late.sent <= 16
+
+
+def test_plain_skips_are_reported_at_once_for_the_host_knows(late: Late, weights: Any, run_backward: Any) -> None:
+    scaler = GradScaler("cpu", max_consecutive_skips=3)
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    for factor in (1.0, math.inf, math.inf):
+        skip(scaler, optimizer, run_backward, factor=factor)
+    with pytest.warns(MpampWarning, match="last 3 updates"):
+        skip(scaler, optimizer, run_backward)
+    assert late.sent == 0
+
+
+def test_what_is_on_its_way_is_forgotten_once_the_host_knows_better(late: Late) -> None:
+    watch, bad = SkipWatch(2), torch.tensor([1.0, 1.0])
+    assert not watch.saw_on_device(bad, late)
+    assert not watch.saw(False)
+    for _ in range(2):
+        assert not watch.saw_on_device(torch.tensor([1.0, 0.0]), late)
+        assert watch.streak == 0
 
 
 def test_a_read_on_the_way_counts(late: Late, weights: Any, run_backward: Any) -> None:

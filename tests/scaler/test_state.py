@@ -60,7 +60,11 @@ def test_scale_stays_within_bounds_and_tracker_below_interval(state: ScaleState,
 
 
 @given(
-    st.sampled_from([2.0, 4.0, 1.5]), st.sampled_from([0.5, 0.25]), st.integers(1, 4), outcomes, st.integers(-14, 120)
+    st.sampled_from([2.0, 4.0, 1.5, 2.0**10]),
+    st.sampled_from([0.5, 0.25]),
+    st.integers(1, 4),
+    outcomes,
+    st.integers(-14, 120),
 )
 @settings(max_examples=150, deadline=None)
 @pytest.mark.parametrize("has_kernel", [True, False])

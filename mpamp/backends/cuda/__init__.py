@@ -26,7 +26,7 @@ class CudaBackend(Backend):
         return not torch.cuda.is_bf16_supported(including_emulation=False)
 
     def capture_check(self) -> Callable[[], bool] | None:
-        return torch.cuda.is_current_stream_capturing if self.is_available() else None
+        return torch._C._cuda_isCurrentStreamCapturing if self.is_available() else None
 
 
 @hookimpl(trylast=True)

@@ -1,0 +1,27 @@
+"""Two processes: every rank has the same masters, bit by bit, and skips the same steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_ranks_stay_the_same(tmp_path, level):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.apex.ddp_worker", level, str(tmp_path / "store")]
+    workers = [
+        subprocess.Popen([*command, str(rank)], stdout=-1, stderr=-1, text=True, cwd=ROOT, env=env) for rank in (0, 1)
+    ]
+    found = [worker.communicate(timeout=120) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], found
+    assert found[0][0] == found[1][0]
+    assert "'loss_scale': 512.0" in found[0][0]
