@@ -72,13 +72,27 @@ def parts(out: Path, device: str, *, is_quick: bool) -> list[Part]:
         return Part(f"demo_{dtype}", command, 45, ("click", "rich", "sklearn", "matplotlib"), made)
 
     chosen = f"{device} or parity or accelerator"
-    pytest = ["-m", "pytest", "tests", "-q", "-k", chosen, "--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:benchmark", "-W", "ignore::pytest.PytestConfigWarning"]
+    pytest = [
+        "-m",
+        "pytest",
+        "tests",
+        "-q",
+        "-k",
+        chosen,
+        "--continue-on-collection-errors",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "-W",
+        "ignore::pytest.PytestConfigWarning",
+    ]
     if _version("xdist") is not None:
         pytest += ["-n", "4"]
     return [
         benchmark("region", 30),
         benchmark("ops", 60, "--rounds", "15"),
-        benchmark("breakdown", 40),
+        benchmark("breakdown", 40, "--steps", "2"),
         demo("fp16"),
         demo("bf16"),
         benchmark("models", 150, "--budget-s", "120"),

@@ -4,6 +4,7 @@ from ._version import __version__
 from .autocast import Region, autocast
 from .backends.base import Backend
 from .castcache import CacheInfo, cache_info, clear_cache
+from .custom import custom_bwd, custom_fwd
 from .errors import (
     BannedOpError,
     MpampError,
@@ -17,9 +18,21 @@ from .errors import (
     UnknownPolicyError,
     UnsupportedDtypeError,
 )
+from .functions import float_function, lower_precision_function, promote_function
 from .optable import OpTable
 from .policy import CastPolicy
+from .registration import (
+    register_float_function,
+    register_lower_precision_function,
+    register_op,
+    register_promote_function,
+    unregister_float_function,
+    unregister_lower_precision_function,
+    unregister_op,
+    unregister_promote_function,
+)
 from .registry import get_backend, get_op_table, set_op_rules
+from .scaler import GradScaler
 from .threads import inherit_regions
 
 __all__ = [
@@ -27,6 +40,7 @@ __all__ = [
     "BannedOpError",
     "CacheInfo",
     "CastPolicy",
+    "GradScaler",
     "MpampError",
     "MpampWarning",
     "OpTable",
@@ -43,8 +57,21 @@ __all__ = [
     "autocast",
     "cache_info",
     "clear_cache",
+    "custom_bwd",
+    "custom_fwd",
+    "float_function",
     "get_backend",
     "get_op_table",
     "inherit_regions",
+    "lower_precision_function",
+    "promote_function",
+    "register_float_function",
+    "register_lower_precision_function",
+    "register_op",
+    "register_promote_function",
     "set_op_rules",
+    "unregister_float_function",
+    "unregister_lower_precision_function",
+    "unregister_op",
+    "unregister_promote_function",
 ]

@@ -69,10 +69,10 @@ class _Linked(torch.autograd.Function):
 class _Entry:
     """One cast, and what must still be true of the weight for it to count."""
 
-    __slots__ = ("data_ptr", "graph", "low", "numel", "storage", "stride", "version", "weight")
+    __slots__ = ("data_ptr", "graph", "is_inference", "low", "numel", "storage", "stride", "version", "weight")
 
     def __init__(self, weight: Tensor, low: Tensor, ref: weakref.ref[Tensor]) -> None:
-        self.low, self.weight = low, ref
+        self.low, self.weight, self.is_inference = low, ref, low.is_inference()
         self.graph: weakref.ref[Tensor] | None = None
         self.version, self.data_ptr = weight._version, weight.data_ptr()
         self.stride, self.numel = weight.stride(), weight.numel()
@@ -115,7 +115,11 @@ class CastCache(threading.local):
             or entry.numel != tensor.numel()
         ):
             return None
-        return _link(entry, tensor) if tensor.requires_grad and _is_grad_enabled() else entry.low
+        if not _is_grad_enabled():
+            return entry.low
+        if entry.is_inference:
+            return None  # can't be saved for a backward pass
+        return _link(entry, tensor) if tensor.requires_grad else entry.low
 
     def add(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast ``weight`` (float32) to ``dtype``, same shape, and keep the result."""
@@ -127,21 +131,13 @@ class CastCache(threading.local):
             entries[key] = entry = _Entry(weight, graph.detach(), ref)
             entry.graph = weakref.ref(graph)
             return graph
-        low = _to_outside_inference(weight, dtype)
+        low = weight.to(dtype)  # makes no graph: the weight is frozen, or grad mode is off
         entries[key] = _Entry(weight, low, ref)
         return low
 
     def drop(self, weight: Tensor, dtype: torch.dtype) -> None:
         """Forget the kept cast of a weight to ``dtype``, if there is one."""
         self.entries.pop((id(weight), dtype), None)
-
-
-def _to_outside_inference(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast without a graph; under inference_mode too the result can be saved for a later backward pass."""
-    if not torch.is_inference_mode_enabled():
-        return weight.detach().to(dtype)
-    with torch.inference_mode(False), torch.no_grad():
-        return weight.to(dtype)
 
 
 def _link(entry: _Entry, weight: Tensor) -> Tensor:

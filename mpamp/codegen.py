@@ -145,6 +145,17 @@ def _returns_new(op: OpOverload) -> bool:
 
 def _unlisted(device: DeviceState, op: OpOverload) -> Callable[..., Any]:
     """Return what runs an op as if its Autocast key had no kernel: what it is made of is autocast."""
+    if op._schema.name in TAKE_NUMBERS:  # redispatch takes no numbers; these ops are made of nothing
+        set_excluded, key = torch._C._dispatch_tls_set_dispatch_key_excluded, device.key
+
+        def below(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            set_excluded(key, True)
+            try:
+                return op._op(*args, **kwargs)
+            finally:
+                set_excluded(key, False)
+
+        return below
     after = torch._C._dispatch_keyset_full_after(device.key)
     return lambda keys, *args, **kwargs: op.redispatch(keys & after, *args, **kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ import torch
 
 from .eligibility import find_overload, is_in_place, resolve
 from .errors import OpTableError, UnknownOpError
-from .policy import CastPolicy
+from .policy import CASTABLE, CastPolicy
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -127,6 +128,11 @@ class OpTable(Mapping[str, Row]):
     """
 
     __slots__ = ("_rows", "device", "fingerprint", "name", "rules")
+    _rows: dict[str, Row]
+    device: str
+    fingerprint: str
+    name: str
+    rules: _RulesByDtype
 
     def __init__(
         self,
@@ -142,11 +148,15 @@ class OpTable(Mapping[str, Row]):
         return _rebuild, (self._rows, self.name, self.device)
 
     def _set(self, rows: dict[str, Row], name: str, device: str) -> None:
-        self._rows = dict(sorted(rows.items()))
-        self.name, self.device = name, device
-        self.rules = _RulesByDtype(self._rows)
-        text = "\n".join(f"{op}={row}" for op, row in self._rows.items())
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+        rows = dict(sorted(rows.items()))
+        text = "\n".join(f"{op}={row}" for op, row in rows.items())
+        fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+        values = (rows, name, device, _RulesByDtype(rows), fingerprint)
+        for attribute, value in zip(("_rows", "name", "device", "rules", "fingerprint"), values, strict=True):
+            object.__setattr__(self, attribute, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"an OpTable never changes: {name} can't be set; override() makes another table.")
 
     @classmethod
     def from_rows(cls, rows: Mapping[str, Row], *, name: str, device: str = ANY_DEVICE) -> OpTable:
@@ -172,7 +182,9 @@ class OpTable(Mapping[str, Row]):
 
     def __getitem__(self, op: str) -> Row:
         row = self._rows.get(op)
-        return self._rows[op if "::" in op else f"aten::{op}"] if row is None else row
+        if row is None:
+            row = self._rows[(op if "::" in op else f"aten::{op}").removesuffix(".default")]
+        return row
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -204,6 +216,8 @@ class OpTable(Mapping[str, Row]):
             >>> base.override({"softmax": "fallthrough"}).policy("softmax.int")
             <CastPolicy.FALLTHROUGH: 'fallthrough'>
         """
+        if isinstance(rules, OpTable) and rules.device not in (ANY_DEVICE, self.device):
+            raise OpTableError(f"table {rules.name!r} is for device {rules.device!r}, this one for {self.device!r}.")
         extra = rules._rows if isinstance(rules, OpTable) else _parse_rules(rules, source)
         rows = {**self._rows, **{op: row.over(self._rows.get(op)) for op, row in extra.items()}}
         return OpTable.from_rows(rows, name=name or f"{self.name}+{source}", device=self.device)
@@ -221,9 +235,13 @@ class OpTable(Mapping[str, Row]):
 
     def to_toml(self) -> str:
         """Return the table as TOML text that ``from_toml`` reads back to an equal table."""
-        lines = [f"name = {_quote(self.name)}", f"device = {_quote(self.device)}", f"torch = {_quote(_TORCH)}"]
+        is_foreign = any(find_overload(op) is None for op in self._rows)
+        version = "another" if is_foreign else _TORCH
+        lines = [f"name = {_quote(self.name)}", f"device = {_quote(self.device)}", f"torch = {_quote(version)}"]
         lines += ["", "[ops]"]
         for op, row in self._rows.items():
+            if not row.policies():
+                continue  # torch's own kernel, whatever it does
             cells = {str(d).removeprefix("torch."): str(p) for d, p in row.by_dtype}
             if row.policy is not None and cells:
                 cells["default"] = str(row.policy)
@@ -275,7 +293,7 @@ class OpTable(Mapping[str, Row]):
 
 
 def _quote(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return json.dumps(text)
 
 
 def _rebuild(rows: dict[str, Row], name: str, device: str) -> OpTable:
@@ -286,17 +304,27 @@ def _parse_rules(rules: Mapping[str, Any], source: str, *, is_foreign: bool = Fa
     if not isinstance(rules, Mapping):
         raise OpTableError(f"rules are a mapping from op to policy, got {type(rules).__name__}.")
     rows: dict[str, Row] = {}
+    decided: dict[str, str] = {}
     for op, spec in sorted(rules.items(), key=lambda rule: _precision(rule[0])):
         if not isinstance(op, str):
             raise UnknownOpError(f"an op is named by a string such as 'softmax', got {op!r}.")
         row = _parse_row(spec, source)
-        if is_foreign and find_overload(op) is None:
-            rows[op.removesuffix(".default")] = row
-            continue
-        for overload in resolve(op):
-            _check(overload, row, is_exact=_precision(op) == 1)
-            rows[overload] = row
+        for overload in _resolve(op, is_foreign):
+            other = decided.get(overload)
+            if other is not None and _precision(other) == _precision(op) and rows[overload] != row:
+                raise OpTableError(f"{other!r} and {op!r} both name {overload}, and give it different policies.")
+            _check(overload, row)
+            rows[overload], decided[overload] = row, op
     return rows
+
+
+def _resolve(op: str, is_foreign: bool) -> list[str]:
+    try:
+        return resolve(op)
+    except UnknownOpError:
+        if not is_foreign or "::" not in op or "." not in op:
+            raise
+        return [op.removesuffix(".default")]
 
 
 def _precision(op: object) -> int:
@@ -308,18 +336,30 @@ def _parse_row(spec: Any, source: str) -> Row:
         return Row(CastPolicy.parse(spec), (), source)
     cells = {d: CastPolicy.parse(p) for d, p in spec.items()}
     default = cells.pop("default", None)
-    by_dtype = sorted(((parse_dtype(d), p) for d, p in cells.items()), key=lambda cell: str(cell[0]))
+    by_dtype = sorted(((_region_dtype(d), p) for d, p in cells.items()), key=lambda cell: str(cell[0]))
+    if default is None and not by_dtype:
+        raise OpTableError("a rule by dtype names at least one dtype, or 'default'.")
     return Row(default, tuple(by_dtype), source)
+
+
+def _region_dtype(name: torch.dtype | str) -> torch.dtype:
+    dtype = parse_dtype(name)
+    if dtype not in CASTABLE:
+        raise OpTableError(
+            f'no region runs in {dtype}. In TOML an overload\'s name is written in quotes: "softmax.int" = "fp32".'
+        )
+    return dtype
 
 
 APPEND_DTYPE = {
     "aten::norm.Scalar": "aten::norm.ScalarOpt_dtype",
+    "aten::norm.names_ScalarOpt_dim": "aten::norm.names_ScalarOpt_dim_dtype",
     "aten::norm.ScalarOpt_dim": "aten::norm.ScalarOpt_dim_dtype",
 }
 """Overloads that ``fp32_append_dtype`` serves, and the ones that take the dtype."""
 
 
-def _check(overload: str, row: Row, *, is_exact: bool) -> None:
+def _check(overload: str, row: Row) -> None:
     op = find_overload(overload)
     policies = row.policies()
     if op is None:

@@ -85,5 +85,5 @@ watch_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _subclasses(cls: type) -> list[type]:
-    found = cls.__subclasses__()
+    found: list[type] = cls.__subclasses__()
     return found + [deeper for child in found for deeper in _subclasses(child)]

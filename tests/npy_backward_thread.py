@@ -119,10 +119,14 @@ def check(where: str, expected: torch.dtype, **options: Any) -> None:
 
     x = torch.ones(4, 4).to(where).requires_grad_()
     with mpamp.autocast(where, **options):
-        y = F.apply(x)
+        y, other, third = F.apply(x), F.apply(x), F.apply(x)
     y.sum().backward()
-    assert seen == [expected] * 2, (options, seen)
-    print("same" if threads == [threading.get_ident()] else "other")
+    with mpamp.autocast(where, dtype=torch.float16, ops={"mm": "fallthrough"}):
+        other.sum().backward()
+    with mpamp.autocast(where, enabled=False):
+        third.sum().backward()
+    assert seen == [expected] * 6, (options, seen)
+    print("same" if set(threads) == {threading.get_ident()} else "other")
 
 
 rules = {"mm": "lower_precision_fp"}

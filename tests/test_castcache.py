@@ -358,6 +358,14 @@ def test_data_swapped_there_and_back_is_seen(weight: Parameter, x: Tensor) -> No
             assert_is_current(x, weight)
 
 
+def test_data_moved_within_its_storage_is_seen(weight: Parameter, x: Tensor) -> None:
+    both = torch.linspace(-1, 1, 32).reshape(8, 4)
+    with region():
+        for data in (both[:4], both[4:], both[:4]):
+            weight.data = data
+            assert_is_current(x, weight)
+
+
 def test_data_swapped_to_memory_that_was_freed_is_seen(weight: Parameter, x: Tensor) -> None:
     with region():
         for value in range(50):

@@ -13,6 +13,8 @@ from ..errors import MpampWarning
 from ..scaler.gradients import sort_gradients
 from ..scaler.kernels import unscale_bucket_
 from ..scaler.state import MIN_SCALE
+from .masters import LOW
+from .state import say
 
 __all__ = ["LossScaler", "next_scale"]
 
@@ -58,7 +60,7 @@ class LossScaler:
     """
 
     warned_unscaling_non_fp32_grad = False
-    has_fused_kernel = True
+    """Whether it was said, once a process, that gradients aren't float32."""
 
     def __init__(
         self,
@@ -92,10 +94,20 @@ class LossScaler:
         """Divide gradients by the scale, in place; remember on their device whether one was inf or NaN."""
         scale = self._loss_scale if scale is None else scale
         for bucket in sort_gradients(list(grads)):
+            self._tell_of(bucket.dtype)
             found = torch.zeros((), dtype=torch.float32, device=bucket.device)
             unscale_bucket_(bucket, found, torch.full((), 1.0 / scale, dtype=torch.float32, device=bucket.device))
             if check:
                 self._found.append(found)
+
+    @staticmethod
+    def _tell_of(dtype: torch.dtype) -> None:
+        if dtype in LOW and not LossScaler.warned_unscaling_non_fp32_grad:
+            LossScaler.warned_unscaling_non_fp32_grad = True
+            say(
+                f"Warning: unscaling gradients of {dtype}, where float32 is usual. Below O3 that may be an error: "
+                "amp.initialize casts the model by itself, so don't call .half() on it."
+            )
 
     def unscale(
         self,

@@ -51,10 +51,10 @@ def table_names(device: str) -> list[str]:
 
 
 def _has_section(tables: dict[str, Any], name: str, by_device: dict[str, Any], device: str) -> bool:
-    if device in by_device:
-        return True
-    base = by_device.get(ANY_DEVICE, {}).get("base")
-    return ANY_DEVICE in by_device and (base is None or _has_section(tables, base, tables[base], device))
+    section = by_device.get(device, by_device.get(ANY_DEVICE))
+    if section is None:
+        return False
+    return "base" not in section or _has_section(tables, section["base"], tables[section["base"]], device)
 
 
 @functools.cache

@@ -57,7 +57,7 @@ class StepResult:
         self.step = step
         """The number of the scaler's update that the step belongs to, from 1."""
         self._found_inf = found_inf
-        self._scale = scale
+        self._scale: Tensor | float = scale
         self._skipped: bool | None = None
         self._tell = tell
 
@@ -70,22 +70,25 @@ class StepResult:
     def skipped(self) -> bool:
         """Whether the step was skipped because of an inf or NaN; waits for the device the first time."""
         if self._skipped is None:
-            if self._tell is None:
+            if self._tell is not None and isinstance(self._scale, Tensor):  # one read for both
+                found_inf, self._scale = torch.stack((self._found_inf, self._scale)).tolist()
+                self._skipped = found_inf > 0
+            else:
                 self._skipped = _number(self._found_inf) > 0
-            else:  # one read for both
-                found_inf, scale = torch.stack((self._found_inf, self._scale)).tolist()
-                self._skipped, self._scale = found_inf > 0, torch.tensor(scale)
+            if self._tell is not None:
                 self._tell(self)
         return self._skipped
 
     @property
     def scale(self) -> float:
         """The scale that the step's losses were multiplied by; waits for the device."""
-        return _number(self._scale)
+        if isinstance(self._scale, Tensor):
+            self._scale = _number(self._scale)
+        return self._scale
 
     def keep_scale(self, scale: Tensor) -> None:
         """Hold a copy of the scale instead of the scaler's own, which is about to change."""
-        if self._scale.device == scale.device:
+        if isinstance(self._scale, Tensor):
             self._scale = scale
 
     def __repr__(self) -> str:

@@ -104,8 +104,7 @@ class GradScaler(UnscalingPart, metaclass=PluginMadeMeta):
 
         Raises:
             RuntimeError: The optimizer has stepped since the last update.
-            ScalerUsageError: Its closure can't be served.
-            Fp16GradientError: As ``unscale_``.
+            ScalerUsageError, Fp16GradientError: Its closure can't be served, its gradients can't be unscaled.
             AssertionError: Nothing was scaled yet.
         """
         if not self._enabled:

@@ -336,3 +336,16 @@ def test_a_dtype_that_the_device_lacks_changes_nothing(monkeypatch):
     assert ambient.installed() == []
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert not hasattr(amp._amp_state, "opt_properties")
+
+
+@pytest.mark.parametrize("when", ["during", "after"])
+@pytest.mark.parametrize("region", [torch.autocast, mpamp.autocast])
+def test_arithmetic_with_numbers_in_regions_of_others(region, when):
+    start("O1")
+    if when == "after":
+        amp.shutdown()
+    x, point = A.bfloat16(), torch.tensor(1.0).bfloat16()
+    with region("cpu", dtype=torch.bfloat16):
+        for found in (x / 4, 2.0 * x, x + 1, 1 - x, point * 2.5, torch.add(x, 1, alpha=2), x.clone().div_(4)):
+            assert found.dtype is torch.bfloat16
+        assert F.mse_loss(x, x).dtype is FP32

@@ -555,6 +555,7 @@ def test_functions_on_the_accelerator(low_there, name):
 A_CPU = torch.ones(2, 2)
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk:UserWarning")
 @pytest.mark.parametrize("kind", [pytest.param(n, marks=on_accelerator) for n in LAYERS])
 def test_rnns_on_the_accelerator(low_there, kind):
     low, device = low_there

@@ -236,7 +236,7 @@ def test_closures(level, by):
         loss = nn.functional.mse_loss(model(data()), target)
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
-        return loss
+        return loss.detach()
 
     first = optimizer.step(closure) if by == "position" else optimizer.step(closure=closure)
     for _ in range(5):

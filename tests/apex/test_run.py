@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import types
@@ -127,7 +128,10 @@ def test_the_example_takes_strings_ddp_and_resumes(monkeypatch, tmp_path):
     assert "loss_scale             : 128.0" in whole
     assert "keep_batchnorm_fp32    : False" in whole
     file = str(tmp_path / "checkpoint.pt")
-    env = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29613"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     first = run_example(*options, "--checkpoint", file, "--stop-after", "1", env=env)
     second = run_example_here(monkeypatch, *options, "--resume", file)
     lines = [line for line in whole.splitlines() if line.startswith("epoch")]

@@ -93,6 +93,14 @@ def test_unscale_any_dtype_and_sparse(dtype):
     assert not scaler.update_scale()
 
 
+def test_lower_precision_gradients_are_told_once_a_process(monkeypatch, capsys):
+    monkeypatch.setattr(LossScaler, "warned_unscaling_non_fp32_grad", False)
+    for _ in range(2):
+        LossScaler("dynamic").unscale_([torch.ones(1)])
+        LossScaler("dynamic").unscale_([torch.ones(1).half()])
+    assert capsys.readouterr().out.count("unscaling gradients of torch.float16") == 1
+
+
 def test_unscale_as_others_call_it():
     scaler = LossScaler("dynamic", init_scale=8.0)
     model, master = [torch.full((2,), 16.0).half()], [torch.empty(2)]
