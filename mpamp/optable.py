@@ -293,7 +293,7 @@ class OpTable(Mapping[str, Row]):
 
 
 def _quote(text: str) -> str:
-    return json.dumps(text)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _rebuild(rows: dict[str, Row], name: str, device: str) -> OpTable:

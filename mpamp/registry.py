@@ -92,12 +92,15 @@ class DeviceState:
         for plugin, table in rules.items():
             for op, row in table.items():
                 other = merged.get(op)
-                if other is not None and other != row:
+                decided = dict(() if other is None else other.by_dtype)
+                if other is not None and any(
+                    decided.get(dtype, policy) is not policy for dtype, policy in row.by_dtype
+                ):
                     raise PluginConflictError(
                         f"{op} on {self.type}: {other.source} says {other}, {plugin} says {row}. "
                         "Uninstall or block one of them (MPAMP_DISABLE_PLUGINS)."
                     )
-                merged[op] = Row(row.policy, row.by_dtype, plugin)
+                merged[op] = Row(row.policy, row.by_dtype, plugin).over(other)
         self.rules_of_plugins = merged
         self._apply()
 

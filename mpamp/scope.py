@@ -306,10 +306,10 @@ def resolve(device: DeviceState) -> Scope | None:
     # Regions turn torch's own cache off, and checkpoint restores that flag: then the forward was in one. Autograd's
     # own threads don't have the flag, but have the mark of the thread that called backward.
     is_ours = not torch.is_autocast_cache_enabled() or (scope is None and mark != NO_MARK)
+    if not is_ours:
+        return None
     table = _table_of_node(device)
-    if table is None and is_ours:
-        table = device.table
-    return None if table is None else Scope(table, None, mark, task)
+    return Scope(device.table if table is None else table, None, mark, task)
 
 
 def _may_cache() -> bool:

@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
+import pytest
 import torch
+
+from tests import places
 
 # Each worker of pytest-xdist would otherwise start as many threads as there are cores, and small ops crawl.
 torch.set_num_threads(1)
+
+
+def _import_ipex(moment: str) -> None:
+    """Import Intel's extension before mpamp, or after a region of mpamp's has been left."""
+    if moment not in ("before", "after"):
+        raise pytest.UsageError(f"MPAMP_TEST_IPEX is 'before' or 'after', got {moment!r}")
+    if moment == "after":
+        import mpamp
+
+        with mpamp.autocast("cpu"):
+            assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype is torch.bfloat16
+    import intel_extension_for_pytorch  # noqa: F401
+
+
+if "MPAMP_TEST_IPEX" in os.environ:
+    _import_ipex(os.environ["MPAMP_TEST_IPEX"])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "place(name): where the test runs, such as 'xpu' or 'fake xpu'")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places.pick(config, items)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    places.summarize(terminalreporter)

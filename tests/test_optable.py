@@ -144,11 +144,10 @@ def test_policy_by_no_dtype() -> None:
         OpTable({"mm": {}})
 
 
-@pytest.mark.xfail(strict=True, raises=UnknownPolicyError, reason="it is written as the policy 'None'")
-def test_a_row_without_a_policy_round_trips() -> None:
+def test_a_row_without_a_policy_is_not_written() -> None:
     """Kernels of torch's or a vendor's that no table lists have such rows."""
     table = OpTable.from_rows({"aten::mm": Row(None)}, name="mine")
-    assert OpTable.from_toml(table.to_toml()) == table
+    assert dict(OpTable.from_toml(table.to_toml())) == {}
 
 
 def test_one_overload_named_twice() -> None:
@@ -318,11 +317,8 @@ def _can_be_read(op: str, policy: str) -> bool:
 
 
 @pytest.mark.parametrize(("name", "device"), NAMED)
-def test_named_tables_round_trip(name: str, device: str, request: pytest.FixtureRequest) -> None:
+def test_named_tables_round_trip(name: str, device: str) -> None:
     table = OpTable.named(name, device)
-    if not all(_can_be_read(op, str(policy)) for op, row in table.items() for policy in row.policies()):
-        reason = "from_toml refuses rows of mpamp's own tables: ops that only another torch has, and norm by names"
-        request.applymarker(pytest.mark.xfail(strict=True, raises=OpTableError, reason=reason))
     back = OpTable.from_toml(table.to_toml())
     assert back == table
     assert back.diff(table) == []
@@ -370,7 +366,6 @@ def test_toml_that_is_wrong(text: str, message: str) -> None:
         OpTable.from_toml(text)
 
 
-@pytest.mark.xfail(strict=True, reason="TOML reads the bare key softmax.int as [ops.softmax], and 'int' is a dtype")
 def test_an_overload_without_quotes_is_not_a_rule_by_dtype() -> None:
     try:
         table = OpTable.from_toml('[ops]\nsoftmax.int = "fp32"')
@@ -405,7 +400,6 @@ def test_policies_of_another_torch_are_checked() -> None:
         OpTable.from_toml('torch = "1.0"\n[ops]\n"aten::nosuch" = "fp23"\n')
 
 
-@pytest.mark.xfail(strict=True, reason="taken for ops that this torch lacks, and then for nothing")
 @pytest.mark.parametrize("name", ["softmax", "aten::softmax", "softmax.int", "mm"])
 def test_names_in_a_file_of_another_torch_mean_the_same(name: str) -> None:
     rule = f'[ops]\n"{name}" = "fp32"\n'
@@ -441,7 +435,6 @@ def test_no_such_table(name: str, device: str, message: str) -> None:
         OpTable.named(name, device)
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="listed for a device that its base doesn't serve")
 @pytest.mark.parametrize("name", ["default", "torch-2.8"])
 def test_no_such_table_for_any_device(name: str) -> None:
     with pytest.raises(OpTableError):

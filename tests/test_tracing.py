@@ -933,9 +933,6 @@ def test_recompute_after_process_wide_rules_have_changed(block: Recorder, leaf: 
 
 
 @both_kinds
-@pytest.mark.xfail(
-    strict=True, reason="any node made before the change counts as made in a region with the old default"
-)
 def test_recompute_of_plain_torch_autocast_after_process_wide_rules_have_changed(leaf: Tensor, reentrant: bool) -> None:
     seen: list[torch.dtype] = []
 
@@ -956,9 +953,6 @@ def test_recompute_of_plain_torch_autocast_after_process_wide_rules_have_changed
 
 
 @both_kinds
-@pytest.mark.xfail(
-    strict=True, reason="autograd numbers nodes per thread, regions are remembered for all threads together"
-)
 def test_another_thread_s_regions_do_not_reach_a_recompute_in_plain_torch_autocast(
     leaf: Tensor, reentrant: bool
 ) -> None:

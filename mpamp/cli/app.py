@@ -6,6 +6,9 @@ import click
 
 from mpamp._version import __version__
 from mpamp.cli.demo import demo
+from mpamp.cli.doctor import doctor
+from mpamp.cli.ops import ops
+from mpamp.cli.plugins import plugins
 from mpamp.cli.run import run
 
 __all__ = ["app"]
@@ -17,5 +20,5 @@ def app() -> None:
     """Automatic mixed precision for PyTorch on every device."""
 
 
-app.add_command(demo)
-app.add_command(run)
+for command in (demo, doctor, ops, plugins, run):
+    app.add_command(command)

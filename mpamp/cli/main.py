@@ -21,3 +21,7 @@ def main() -> None:
             raise
         sys.exit(f"The mpamp command needs {package}, which is not installed: pip install 'mpamp[cli]'")
     app()
+
+
+if __name__ == "__main__":
+    main()

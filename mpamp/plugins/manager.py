@@ -65,6 +65,9 @@ class PluginManager:
             PluginConflictError: Two distributions provide it.
         """
         self._load(device_type)
+        for info in self.infos.values():
+            if info.name == device_type and isinstance(info.error, PluginConflictError):
+                raise info.error
         if device_type in self._backends:
             return self._backends[device_type][0]
         for info in self.infos.values():
@@ -110,8 +113,8 @@ class PluginManager:
                 )
             self._register(module, f"{info.distribution}:{info.name}", info.distribution)
             info.status = "loaded"
-        except PluginConflictError:
-            info.status = "conflict"
+        except PluginConflictError as conflict:
+            info.status, info.error = "conflict", conflict
             raise
         except Exception as error:
             info.status, info.error = "failed", error
@@ -127,21 +130,25 @@ class PluginManager:
 
     def _register(self, module: ModuleType | object, name: str, distribution: str) -> None:
         self._pm.register(module, name)
-        self._pm.check_pending()
-        bring: Callable[[], list[Backend] | None] = getattr(module, "mpamp_backends", list)
-        for backend in bring() or []:
-            if not isinstance(backend, Backend):
-                self._pm.unregister(name=name)
-                raise TypeError(f"mpamp_backends of {name} returned {backend!r}, not a mpamp.backends.base.Backend")
-            self._claim(backend, name, distribution)
+        try:
+            self._pm.check_pending()
+            bring: Callable[[], list[Backend] | None] = getattr(module, "mpamp_backends", list)
+            backends = list(bring() or [])
+            for backend in backends:
+                if not isinstance(backend, Backend):
+                    raise TypeError(f"mpamp_backends of {name} returned {backend!r}, not a mpamp.Backend")
+            for backend in backends:
+                self._claim(backend, distribution)
+        except Exception:
+            self._pm.unregister(name=name)  # none of its other hooks may be called
+            raise
 
-    def _claim(self, backend: Backend, name: str, distribution: str) -> None:
+    def _claim(self, backend: Backend, distribution: str) -> None:
         device, owner = backend.device_type, self._backends.get(backend.device_type)
         replaces = device in BUILTIN and distribution != "mpamp"
         if owner is None and (not replaces or backend.replaces_builtin):
             self._backends[device] = (backend, distribution)
         elif distribution != "mpamp":
-            self._pm.unregister(name=name)
             other = "mpamp" if owner is None else owner[1]
             raise PluginConflictError(
                 f"device {device!r} is claimed by both {other} and {distribution}; uninstall one, or block one by "
@@ -153,12 +160,28 @@ class PluginManager:
         found: dict[str, OpTable] = {}
         for impl in self._pm.hook.mpamp_op_rules.get_hookimpls():
             rules = cast(Callable[..., Mapping[str, Any] | None], impl.function)
-            by_dtype = {d: rules(device_type=device_type, dtype=d) or {} for d in dtypes}
-            ops = sorted({op for rules in by_dtype.values() for op in rules})
-            merged = {op: {d: r[op] for d, r in by_dtype.items() if op in r} for op in ops}
-            if merged:
-                found[impl.plugin_name] = OpTable(merged, device=device_type, source=impl.plugin_name)
+            asked = {"device_type": device_type}
+            try:
+                by_dtype = {d: rules(**_accepted(impl, {**asked, "dtype": d})) or {} for d in dtypes}
+                ops = sorted({op for rules_of_one in by_dtype.values() for op in rules_of_one})
+                merged = {op: {d: r[op] for d, r in by_dtype.items() if op in r} for op in ops}
+                table = OpTable(merged, device=device_type, source=impl.plugin_name)
+            except Exception as error:
+                self._quarantine(impl.plugin_name, device_type, error)
+                continue
+            if table:
+                found[impl.plugin_name] = table
         return found
+
+    def _quarantine(self, plugin: str, device_type: str, error: Exception) -> None:
+        """Leave a plugin's rules for a device out, and say so."""
+        for info in self.infos.values():
+            if plugin == f"{info.distribution}:{info.name}":
+                info.status, info.error = "failed", error
+        message = f"the rules of plugin {plugin!r} for {device_type} are left out: {error}"
+        if os.environ.get("MPAMP_STRICT_PLUGINS") == "1":
+            raise PluginLoadError(message) from error
+        warnings.warn(message, MpampWarning, stacklevel=2)
 
     def hook(self) -> Any:
         """Return pluggy's hook caller, for hooks that are notified."""
@@ -173,6 +196,11 @@ class PluginManager:
             for n, m in BUILTIN.items()
         ]
         return [*builtin, *self.infos.values()]
+
+
+def _accepted(impl: pluggy.HookImpl, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a hook's implementation takes; it may leave some out."""
+    return {name: value for name, value in arguments.items() if name in impl.argnames}
 
 
 def _info(point: importlib.metadata.EntryPoint) -> PluginInfo:

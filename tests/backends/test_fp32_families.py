@@ -123,8 +123,6 @@ CASES = {
     for family, cases in {"fft": FFT, "linalg": LINALG, "losses": LOSSES, "spectral": SPECTRAL}.items()
     for name, case in cases.items()
 }
-_BY_SINGULAR_VALUES = ["matrix_norm, nuclear", "matrix_norm, 2", "norm, nuclear"]
-_CROSS_ENTROPY = ["cross_entropy", "cross_entropy, probabilities"]
 MOVES = {"aten.view.default", "aten.reflection_pad1d.default"}
 """What torch.stft does before it calls the op: no arithmetic."""
 CANNOT_FAKE = {
@@ -133,24 +131,14 @@ CANNOT_FAKE = {
     "losses: ctc_loss": "its output's shape depends on data",
     "spectral: istft": "looks at its window's values",
 }
-_GPUS = [place for place in PLACES if place != "cpu"]
-_SINGULAR = "torch refuses lower precision where the norm is made of singular values: the row has to be fp32"
-_LOG_SOFTMAX = "cross_entropy_loss asks its log_softmax for the logits' own dtype, so that runs in lower precision"
-BUGS = {
-    **{("linalg: matrix_exp", place): "no table lists linalg_matrix_exp, which raises on a card" for place in PLACES},
-    **{(f"linalg: {name}", p): _SINGULAR for name in _BY_SINGULAR_VALUES for p in PLACES},
-    **{(f"losses: {name}", place): _LOG_SOFTMAX for name in _CROSS_ENTROPY for place in _GPUS},
-}
 
 
 @pytest.mark.parametrize("lower", LOWER, ids=str)
 @pytest.mark.parametrize("place", [place for place in PLACES if is_here(place)])
 @pytest.mark.parametrize("name", CASES)
-def test_runs_in_float32(name: str, place: str, lower: torch.dtype, request: pytest.FixtureRequest) -> None:
+def test_runs_in_float32(name: str, place: str, lower: torch.dtype) -> None:
     if place.startswith(FAKE) and name in CANNOT_FAKE:
         pytest.skip(CANNOT_FAKE[name])
-    if (name, place) in BUGS:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=BUGS[name, place]))
     with tensors_at(place):
         (function, *args), kwargs = CASES[name](Maker(device_of(place), [lower]))
         with mpamp.autocast(device_of(place), lower), Recorder() as recorder, warnings.catch_warnings():

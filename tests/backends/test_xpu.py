@@ -58,10 +58,7 @@ def test_lower_precision(op: str, lower: torch.dtype, form: str) -> None:
 @pytest.mark.parametrize("form", ["float32", "lower", "other"])
 @pytest.mark.parametrize("lower", [BRAIN, HALF])
 @pytest.mark.parametrize("op", FULL_PRECISION)
-def test_float32(op: str, lower: torch.dtype, form: str, request: pytest.FixtureRequest) -> None:
-    if op == "cross_entropy_loss" and form != "float32":
-        reason = "default.xpu drops the row, but torch's cross_entropy_loss asks log_softmax for the logits' own dtype"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_float32(op: str, lower: torch.dtype, form: str) -> None:
     observation = _observe(op, lower, form)
     assert _gives(observation, FULL, torch.complex64)
     assert not any("float16" in called for called in observation["ops"])  # nor bfloat16

@@ -127,9 +127,12 @@ def test_rows_can_be_served(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_default_keeps_every_native_row_but_what_intel_has_otherwise(device: str) -> None:
+def test_default_keeps_every_native_row_but_a_few(device: str) -> None:
+    """Intel has two otherwise; and a matrix norm raises on 16-bit input, whatever dtype it is asked for."""
     changes = {d.op for d in load_table("native", device).diff(load_table("default", device)) if d.left is not None}
-    assert changes == ({"aten::binary_cross_entropy", "aten::log_softmax.int"} if device == "xpu" else set())
+    norms = {"aten::linalg_matrix_norm", "aten::linalg_matrix_norm.str_ord"}
+    intel = {"aten::binary_cross_entropy", "aten::log_softmax.int"}
+    assert changes == {"cpu": set(), "cuda": norms, "xpu": norms | intel}[device]
 
 
 @pytest.mark.parametrize("device", DEVICES)

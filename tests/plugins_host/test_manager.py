@@ -169,7 +169,6 @@ def test_a_plugin_whose_hook_raises_is_quarantined() -> None:
         manager.backend("npu")
 
 
-@pytest.mark.xfail(strict=True, reason="a plugin whose mpamp_backends raises stays registered")
 def test_a_quarantined_plugin_brings_no_rules() -> None:
     broken = plugin(rules=lambda device_type, dtype: {"softmax": "fp32"})
     type(broken).mpamp_backends = staticmethod(hookimpl(_raise))
@@ -276,7 +275,6 @@ def test_two_plugins_for_one_device_are_an_error_that_names_both() -> None:
     assert all(each in str(failed.value) for each in ("'npu'", "acme-npu", "other-npu", "MPAMP_DISABLE_PLUGINS"))
 
 
-@pytest.mark.xfail(strict=True, reason="the second time, the first plugin is used without a word")
 def test_a_conflict_stays_one_when_the_device_is_asked_for_again() -> None:
     manager = _two_claims()
     for _ in range(2):
@@ -336,7 +334,6 @@ def test_rules_may_depend_on_the_dtype() -> None:
     assert table.policy("softmax.int", BRAIN) is None
 
 
-@pytest.mark.xfail(strict=True, reason="pluggy lets a hook take a subset of the arguments; op_rules calls it with all")
 def test_a_hook_may_take_fewer_arguments() -> None:
     def by_device(device_type: str) -> dict[str, str]:
         return {"softmax": "fp32"} if device_type == "cpu" else {}
@@ -392,7 +389,6 @@ def test_a_conflict_of_rules_leaves_the_table_as_it_was() -> None:
     assert state.table == before
 
 
-@pytest.mark.xfail(strict=True, reason="rules are compared as whole rows, not dtype by dtype")
 def test_rules_for_different_dtypes_of_one_op_are_no_conflict() -> None:
     def only(wanted: torch.dtype, policy: str) -> Any:
         return lambda device_type, dtype: {"softmax": policy} if dtype is wanted else {}

@@ -1,0 +1,151 @@
+"""``mpamp doctor``: what mixed precision can do on this machine, and what stands in its way."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import click
+import torch
+
+import mpamp
+from mpamp.backends.base import Backend
+from mpamp.cli.output import PROBLEM, dtype_name, print_json, print_table
+from mpamp.cli.plugins import FAULTY, load_all, record
+from mpamp.errors import MpampError
+from mpamp.kernels import needs_kernel
+from mpamp.plugins.manager import manager
+from mpamp.registry import device_state
+
+__all__ = ["doctor"]
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Examine torch, the devices, the plugins and the engine, and give one line of advice.
+
+    The exit code is 1 if a problem was found: a plugin that fails or is in conflict, or a device without a backend.
+    """
+    report = _examine()
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+    if report["problems"]:
+        raise SystemExit(PROBLEM)
+
+
+def _examine() -> dict[str, Any]:
+    problems = load_all()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    names = [n for n in manager().known_devices() if n not in problems]
+    if accelerator is not None and accelerator.type not in (*names, *problems):
+        try:
+            mpamp.get_backend(accelerator)
+            names.append(accelerator.type)
+        except MpampError as error:
+            problems[accelerator.type] = str(error)
+    devices = [_device(mpamp.get_backend(name)) for name in names]
+    plugins = [record(info) for info in manager().listing()]
+    told = [f"{device}: {problem}" for device, problem in problems.items()]
+    faulty = [p for p in plugins if p["status"] in FAULTY and p["name"] not in problems]
+    told += [f"plugin {p['name']} of {p['distribution']} is left out: {p['error']}" for p in faulty]
+    current = "cpu" if accelerator is None else accelerator.type
+    return {
+        "mpamp": mpamp.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": current,
+        "devices": devices,
+        "plugins": plugins,
+        "engine": _engine(current if current in names else "cpu"),
+        "problems": told,
+        "advice": _advice(current, devices, told),
+    }
+
+
+def _device(backend: Backend) -> dict[str, Any]:
+    is_available = backend.is_available()
+    dtypes = {dtype_name(d): _support(backend, d) if is_available else "absent" for d in backend.lower_precision_dtypes}
+    return {
+        "type": backend.device_type,
+        "available": is_available,
+        "count": _count(backend.device_type) if is_available else 0,
+        "name": _name(backend.device_type) if is_available else None,
+        "backend": f"{type(backend).__module__}.{type(backend).__qualname__}",
+        "default_dtype": dtype_name(backend.default_dtype),
+        "dtypes": dtypes,
+    }
+
+
+def _support(backend: Backend, dtype: torch.dtype) -> str:
+    return "emulated" if backend.is_emulated(dtype) else "real"
+
+
+def _count(device_type: str) -> int:
+    count = getattr(getattr(torch, device_type, None), "device_count", None)
+    return 1 if count is None else int(count())
+
+
+def _name(device_type: str) -> str | None:
+    name = getattr(getattr(torch, device_type, None), "get_device_name", None)
+    if name is not None:
+        return str(name())
+    capability = getattr(getattr(torch.backends, device_type, None), "get_cpu_capability", None)
+    return None if capability is None else str(capability())
+
+
+def _engine(device_type: str) -> dict[str, Any]:
+    """Return whose kernels a region of the device's default table runs."""
+    device = device_state(device_type)
+    ours = needs_kernel(device, device.table, device.backend.default_dtype)
+    return {
+        "name": "python",
+        "device": device_type,
+        "mpamp_kernels": len(ours),
+        "torch_kernels": len(set(device.table) - set(ours)),
+        "keeps_torch_kernels": hasattr(torch.library, "get_kernel"),
+    }
+
+
+def _advice(current: str, devices: list[dict[str, Any]], problems: list[str]) -> str:
+    if problems:
+        return "Mend or uninstall what the first problem names, or leave it out by MPAMP_DISABLE_PLUGINS."
+    device = next(d for d in devices if d["type"] == current)
+    real = [dtype for dtype, support in device["dtypes"].items() if support == "real"]
+    if not real:
+        return (
+            f"Lower precision is emulated on {current}: a region runs, slower than float32. Use it to test; train on a "
+            "device that has units for bfloat16 or float16."
+        )
+    dtype = device["default_dtype"] if device["default_dtype"] in real else real[0]
+    region = f'mpamp.autocast("{current}", dtype=torch.{dtype})'
+    if dtype == "float16":
+        return f'Train in {region}, with mpamp.GradScaler("{current}").'
+    return f"Train in {region}; {dtype} needs no GradScaler."
+
+
+def _print(report: dict[str, Any]) -> None:
+    click.echo(f"mpamp {report['mpamp']}, torch {report['torch']}, Python {report['python']}\n")
+    rows = [_cells(d) for d in report["devices"]]
+    print_table("Devices", ("device", "here", "default", "lower precision", "name", "backend"), rows)
+    click.echo()
+    headings = ("name", "distribution", "version", "status", "error")
+    print_table("Plugins", headings, [[p[h] or "" for h in headings] for p in report["plugins"]])
+    engine = report["engine"]
+    click.echo(
+        f"\nEngine: {engine['name']}; on {engine['device']}, mpamp's kernels run {engine['mpamp_kernels']} ops of the "
+        f"default table, torch's run {engine['torch_kernels']}"
+    )
+    for problem in report["problems"]:
+        click.echo(f"Problem: {problem}")
+    click.echo(f"Advice: {report['advice']}")
+
+
+def _cells(device: dict[str, Any]) -> list[str]:
+    dtypes = ", ".join(
+        f"{dtype} ({support})" if device["available"] else dtype for dtype, support in device["dtypes"].items()
+    )
+    here = str(device["count"]) if device["available"] else "no"
+    return [device["type"], here, device["default_dtype"], dtypes, device["name"] or "", device["backend"]]
