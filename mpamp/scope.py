@@ -74,9 +74,11 @@ MAX_DEVICES = 32
 class ThreadState:
     """One thread's open regions."""
 
-    __slots__ = ("carried", "casts", "entries", "scopes")
+    __slots__ = ("carried", "casts", "entries", "has_spans", "scopes")
 
     def __init__(self) -> None:
+        self.has_spans = False
+        """Whether a region with a table of its own has been open on this thread."""
         self.carried: list[torch.dtype] = []
         """The carriers' own dtypes, while a mark of another table is in their place."""
         self.entries: list[tuple[Any, ...]] = []
@@ -218,10 +220,12 @@ sequence_nr = torch._C._autograd._get_sequence_nr
 class Span:
     """The autograd nodes made in one region, by their sequence numbers."""
 
-    __slots__ = ("device_type", "end", "start", "table")
+    __slots__ = ("device_type", "end", "owner", "start", "table")
 
     def __init__(self, device_type: str, table: OpTable) -> None:
         self.device_type, self.table = device_type, table
+        self.owner = THREAD.state
+        self.owner.has_spans = True
         self.start: int = sequence_nr()
         self.end: int | None = None
 
@@ -258,7 +262,11 @@ def _table_of_node(device: DeviceState) -> OpTable | None:
         return None
     nr = node._sequence_nr()
     if THREAD.task != graph_task() or THREAD.node != (nr, device.type):
-        spans = [s for s in reversed(list(_spans)) if s.device_type == device.type and s.has(nr)]
+        # Autograd numbers nodes per thread. A thread that has spans looks at those alone; one that has none, such as
+        # autograd's own, runs what another thread's forward made.
+        own = THREAD.state if THREAD.state.has_spans else None
+        spans = [s for s in reversed(list(_spans)) if s.device_type == device.type and own in (None, s.owner)]
+        spans = [s for s in spans if s.has(nr)]
         table = max(spans, key=lambda s: s.start).table if spans else None  # the innermost: of equals, the latest
         THREAD.task, THREAD.node, THREAD.table_of_node = graph_task(), (nr, device.type), table
     return THREAD.table_of_node

@@ -26,6 +26,11 @@ def _import_ipex(moment: str) -> None:
     import intel_extension_for_pytorch  # noqa: F401
 
 
+_OTHERWISE_BESIDE_IPEX = {
+    "test_native_rows_are_what_torch_registers[cpu]": "it registers kernels for more ops than torch",
+    "test_a_vendor_module_imported_later_does_not_stay_on_top": "imported first, it leaves no import to watch for",
+}
+
 if "MPAMP_TEST_IPEX" in os.environ:
     _import_ipex(os.environ["MPAMP_TEST_IPEX"])
 
@@ -37,6 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places.pick(config, items)
+    for item in items if "MPAMP_TEST_IPEX" in os.environ else ():
+        if item.name in _OTHERWISE_BESIDE_IPEX:
+            item.add_marker(pytest.mark.xfail(reason=_OTHERWISE_BESIDE_IPEX[item.name], strict=False))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

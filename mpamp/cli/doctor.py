@@ -96,9 +96,12 @@ def _name(device_type: str) -> str | None:
     return None if capability is None else str(capability())
 
 
-def _engine(device_type: str) -> dict[str, Any]:
-    """Return whose kernels a region of the device's default table runs."""
-    device = device_state(device_type)
+def _engine(device_type: str) -> dict[str, Any] | None:
+    """Return whose kernels a region of the device's default table runs; None where it can't be entered."""
+    try:
+        device = device_state(device_type)
+    except MpampError:
+        return None  # it is among the problems
     ours = needs_kernel(device, device.table, device.backend.default_dtype)
     return {
         "name": "python",
@@ -135,7 +138,9 @@ def _print(report: dict[str, Any]) -> None:
     print_table("Plugins", headings, [[p[h] or "" for h in headings] for p in report["plugins"]])
     engine = report["engine"]
     click.echo(
-        f"\nEngine: {engine['name']}; on {engine['device']}, mpamp's kernels run {engine['mpamp_kernels']} ops of the "
+        "\nEngine: none"
+        if engine is None
+        else f"\nEngine: {engine['name']}; on {engine['device']}, mpamp's kernels run {engine['mpamp_kernels']} ops of the "
         f"default table, torch's run {engine['torch_kernels']}"
     )
     for problem in report["problems"]:

@@ -60,13 +60,13 @@ def _cell(gates: int) -> Callable[[Maker], Call]:
 
 def _rnn(t: Maker) -> Call:
     sizes: dict[str, Any] = {"dtypes": [t(16, 4), t(16, 4), t(16), t(16)]}
-    flags = (False, [], 2, 4, 1, True, False, False, False)  # mode 2: LSTM
+    flags: tuple[Any, ...] = (False, [], 2, 4, 1, True, False, False, False)  # mode 2: LSTM
     return call(t(3, 2, 4), *sizes["dtypes"], t(1, 2, 4), t(1, 2, 4), *flags)
 
 
 def _cudnn_rnn(t: Maker) -> Call:
     weights = [t(16, 4), t(16, 4), t(16), t(16)]
-    hidden = (t(1, 2, 4), t(1, 2, 4), 2, 4, 0, 1, False, 0.0, False, False, [], None)
+    hidden: tuple[Any, ...] = (t(1, 2, 4), t(1, 2, 4), 2, 4, 0, 1, False, 0.0, False, False, [], None)
     return call(t(3, 2, 4), weights, 4, None, *hidden)
 
 

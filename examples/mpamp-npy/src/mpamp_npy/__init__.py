@@ -23,8 +23,7 @@ class NpyBackend(Backend):
     default_dtype = torch.bfloat16
 
     def op_table(self) -> OpTable:
-        rows = {op: row for op, row in OpTable.named("default", "xpu").items() if op not in device.LACKS}
-        return OpTable.from_rows(rows, name="default", device=self.device_type)
+        return OpTable.from_rows(OpTable.named("default", "xpu"), name="default", device=self.device_type)
 
     def is_emulated(self, dtype: torch.dtype) -> bool:
         return True  # by whatever the processor does

@@ -14,11 +14,11 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map
 
-__all__ = ["LACKS", "NAME", "DeviceModule", "from_host", "missing_facility", "register", "to_host"]
+from .missing import missing_facility
+
+__all__ = ["NAME", "DeviceModule", "from_host", "register", "to_host"]
 
 NAME = "npy"
-LACKS: frozenset[str] = frozenset()
-"""Overloads that the device can't run at all."""
 _KEY = "PrivateUse1"
 _libraries: list[torch.library.Library] = []
 
@@ -55,18 +55,6 @@ class DeviceModule:
         return [torch.bfloat16, torch.float16]
 
 
-def missing_facility() -> str:
-    """Return what this torch lacks for a device in pure Python, or an empty string."""
-    needed = {
-        "torch.utils.backend_registration._setup_privateuseone_for_python_backend": hasattr(
-            backend_registration, "_setup_privateuseone_for_python_backend"
-        ),
-        "torch._C._acc.create_empty_tensor": hasattr(getattr(torch._C, "_acc", None), "create_empty_tensor"),
-    }
-    lacking = [name for name, is_there in needed.items() if not is_there]
-    return f"torch {torch.__version__} has no {' and no '.join(lacking)}" if lacking else ""
-
-
 def register() -> None:
     """Give torch's PrivateUse1 the name "npy" and its kernels; once per process.
 
@@ -88,19 +76,39 @@ def register() -> None:
 
 def to_host(value: Any) -> Any:
     """Return the CPU tensor behind a tensor on the device; anything else as it is."""
-    is_ours = isinstance(value, torch.Tensor) and value.device.type == NAME
-    return value.untyped_storage().payload if is_ours else value
+    if not isinstance(value, torch.Tensor) or value.device.type != NAME:
+        return value
+    held: torch.Tensor = value.untyped_storage().payload
+    if held.shape == value.shape and held.stride() == value.stride() and not value.storage_offset():
+        return held
+    # A view that torch has made by itself. The payload may start further on in the host's memory than its storage.
+    return held.as_strided(value.shape, value.stride(), held.storage_offset() + value.storage_offset())
 
 
 def from_host(value: Any) -> Any:
     """Return a tensor on the device that holds a CPU tensor, without a copy; anything else as it is."""
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return value
-    if 0 in value.stride() and value.numel() > 1:
-        value = value.contiguous()  # of expand(): what torch writes to must not overlap
     made = torch._C._acc.create_empty_tensor(tuple(value.shape), value.dtype)
+    if made.stride() != value.stride():  # such tensors are always contiguous; what torch makes of one asks for strides
+        made.data = _Strided.like(value)
     made.untyped_storage().payload = value
     return made
+
+
+class _Strided(torch.Tensor):
+    """Lends its strides, and a storage of the right size, to a plain tensor."""
+
+    @staticmethod
+    def like(value: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {"strides": value.stride(), "dtype": value.dtype, "device": f"{NAME}:0"}
+        return torch.Tensor._make_wrapper_subclass(_Strided, value.size(), **options)
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.aten._has_compatible_shallow_copy_type.default:
+            return True
+        raise NotImplementedError(f"{op} on a tensor that only lends its strides")
 
 
 def _run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,9 +133,9 @@ def _run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _follow(written: Any) -> None:
-    """Give a tensor on the device its CPU tensor's shape, where that was written to as ``out=`` and so resized."""
-    held = to_host(written)
-    if isinstance(held, torch.Tensor) and held is not written and held.shape != written.shape:
+    """Give an empty tensor on the device its CPU tensor's shape, where ``out=`` has made that grow."""
+    held = written.untyped_storage().payload if isinstance(written, torch.Tensor) and written.numel() == 0 else None
+    if held is not None and held.numel():
         written.data = from_host(held)
 
 
@@ -137,6 +145,11 @@ def _empty(size: Any, *, dtype: torch.dtype | None = None, **options: Any) -> to
 
 def _empty_strided(size: Any, stride: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
     return from_host(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _as_strided(x: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
+    held, offset = x.untyped_storage().payload, x.storage_offset() if storage_offset is None else storage_offset
+    return from_host(held.as_strided(size, stride, held.storage_offset() + offset))
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -156,6 +169,7 @@ def _convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Ten
 _KERNELS: dict[str, Callable[..., Any]] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
+    "as_strided": _as_strided,
     "_copy_from": _copy_from,
     "convolution_overrideable": _convolution,
     "convolution_backward_overrideable": _convolution_backward,

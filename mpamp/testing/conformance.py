@@ -1,0 +1,68 @@
+"""The conformance kit: what a vendor runs to know that mixed precision on a device does what mpamp promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..backends.base import Backend
+from ..registry import get_backend
+from ..scaler import GradScaler
+from .conformance_regions import backend_tests, cache_tests, checkpoint_tests, custom_function_tests, nesting_tests
+from .conformance_report import Check, Report, run
+from .conformance_rows import row_tests
+from .conformance_scaler import scaler_tests
+from .conformance_subject import Subject, Test, in_force, is_fakeable
+
+__all__ = ["check_backend"]
+
+SECTIONS: dict[str, Callable[[Subject], Iterator[Test]]] = {
+    "backend": backend_tests,
+    "table": row_tests,
+    "nesting": nesting_tests,
+    "cache": cache_tests,
+    "scaler": scaler_tests,
+    "checkpoint": checkpoint_tests,
+    "custom functions": custom_function_tests,
+}
+
+
+def check_backend(
+    backend: Backend | str,
+    *,
+    default_dtype: torch.dtype | None = None,
+    make_scaler: Callable[..., Any] = GradScaler,
+) -> Report:
+    """Check a backend against what mpamp promises for every device, on its tensors or else on fake ones.
+
+    Every row of the table in force is called in each dtype, and must come down to the same ops and dtypes as a call
+    outside of regions with arguments cast by hand. Nothing is left behind: a backend that isn't registered is in
+    force only meanwhile.
+
+    Args:
+        backend: A backend, or the device type whose registered one is meant.
+        default_dtype: What the device's manual promises as the default. None: any of its dtypes will do.
+        make_scaler: Makes the scaler to check from the arguments of ``mpamp.GradScaler``.
+
+    Raises:
+        UnknownDeviceError: torch knows no such device, and no plugin brings it.
+
+    Example:
+        >>> report = check_backend("cpu", default_dtype=torch.bfloat16)
+        >>> report.failures
+        []
+        >>> print(str(report).partition(" tensors")[0])
+        <CpuBackend 'cpu'> on this machine's
+    """
+    found = get_backend(backend) if isinstance(backend, str) else backend
+    with in_force(found) as state:
+        is_here = found.is_available()
+        if not is_here and not is_fakeable(found.device_type):
+            reason = "no such device here, and beside another accelerator its tensors can't be faked"
+            checks = tuple(Check(section, "all", "skipped", reason) for section in SECTIONS)
+        else:
+            subject = Subject(found, state, not is_here, default_dtype, make_scaler)
+            checks = tuple(run(s, name, test) for s, tests in SECTIONS.items() for name, test in tests(subject))
+    return Report(found.device_type, repr(found), "this machine's" if is_here else "fake", checks)
