@@ -7,12 +7,17 @@ from .castcache import CacheInfo, cache_info, clear_cache
 from .custom import custom_bwd, custom_fwd
 from .errors import (
     BannedOpError,
+    Fp16GradientError,
+    GradientOverflowError,
     MpampError,
     MpampWarning,
     OpTableError,
     PluginConflictError,
     PluginLoadError,
     RegionError,
+    ScalerSettingError,
+    ScalerStateError,
+    ScalerUsageError,
     UnknownDeviceError,
     UnknownOpError,
     UnknownPolicyError,
@@ -32,7 +37,7 @@ from .registration import (
     unregister_promote_function,
 )
 from .registry import get_backend, get_op_table, set_op_rules
-from .scaler import GradScaler
+from .scaler import GradScaler, ScaleEvent, ScaleRecord, ScalerConfig, ScaleState, StepResult
 from .threads import inherit_regions
 
 __all__ = [
@@ -40,7 +45,9 @@ __all__ = [
     "BannedOpError",
     "CacheInfo",
     "CastPolicy",
+    "Fp16GradientError",
     "GradScaler",
+    "GradientOverflowError",
     "MpampError",
     "MpampWarning",
     "OpTable",
@@ -49,6 +56,14 @@ __all__ = [
     "PluginLoadError",
     "Region",
     "RegionError",
+    "ScaleEvent",
+    "ScaleRecord",
+    "ScaleState",
+    "ScalerConfig",
+    "ScalerSettingError",
+    "ScalerStateError",
+    "ScalerUsageError",
+    "StepResult",
     "UnknownDeviceError",
     "UnknownOpError",
     "UnknownPolicyError",

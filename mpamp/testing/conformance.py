@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ def check_backend(
     *,
     default_dtype: torch.dtype | None = None,
     make_scaler: Callable[..., Any] = GradScaler,
+    sections: Collection[str] | None = None,
 ) -> Report:
     """Check a backend against what mpamp promises for every device, on its tensors or else on fake ones.
 
@@ -45,8 +46,11 @@ def check_backend(
         backend: A backend, or the device type whose registered one is meant.
         default_dtype: What the device's manual promises as the default. None: any of its dtypes will do.
         make_scaler: Makes the scaler to check from the arguments of ``mpamp.GradScaler``.
+        sections: Which parts to check: ``"backend"``, ``"table"``, ``"nesting"``, ``"cache"``, ``"scaler"``,
+            ``"checkpoint"``, ``"custom functions"``. None: all.
 
     Raises:
+        ValueError: There is no such section.
         UnknownDeviceError: torch knows no such device, and no plugin brings it.
 
     Example:
@@ -56,13 +60,20 @@ def check_backend(
         >>> print(str(report).partition(" tensors")[0])
         <CpuBackend 'cpu'> on this machine's
     """
+    unknown = set(sections or ()) - set(SECTIONS)
+    if unknown:
+        raise ValueError(f"no section {', '.join(sorted(unknown))}; there are: {', '.join(SECTIONS)}.")
+    chosen = {name: tests for name, tests in SECTIONS.items() if sections is None or name in sections}
     found = get_backend(backend) if isinstance(backend, str) else backend
+    table = run("backend", "op_table can be made", found.op_table)
+    if table.outcome == "failed":
+        return Report(found.device_type, repr(found), "no", (table,))
     with in_force(found) as state:
         is_here = found.is_available()
         if not is_here and not is_fakeable(found.device_type):
             reason = "no such device here, and beside another accelerator its tensors can't be faked"
-            checks = tuple(Check(section, "all", "skipped", reason) for section in SECTIONS)
+            checks = tuple(Check(section, "all", "skipped", reason) for section in chosen)
         else:
             subject = Subject(found, state, not is_here, default_dtype, make_scaler)
-            checks = tuple(run(s, name, test) for s, tests in SECTIONS.items() for name, test in tests(subject))
+            checks = tuple(run(s, name, test) for s, tests in chosen.items() for name, test in tests(subject))
     return Report(found.device_type, repr(found), "this machine's" if is_here else "fake", checks)

@@ -251,7 +251,7 @@ def _checkpoint(subject: Subject, is_reentrant: bool, dtype: torch.dtype) -> Non
 
     def block(x: torch.Tensor) -> torch.Tensor:
         y = layer(x)
-        z = y.softmax(-1)
+        z: torch.Tensor = y.softmax(-1)
         seen.append((y.dtype, z.dtype))
         return z
 

@@ -83,8 +83,8 @@ def in_force(backend: Backend) -> Iterator[DeviceState]:
     if registered is backend:
         yield state
         return
-    _stand_in(state, backend)
     try:
+        _stand_in(state, backend)
         yield state
     finally:
         _stand_in(state, registered)

@@ -1,0 +1,318 @@
+"""The conformance kit: content with mpamp's own devices, and each planted fault is caught and named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mpamp
+from mpamp.backends.base import Backend
+from mpamp.backends.cpu import CpuBackend
+from mpamp.optable import OpTable, Row
+from mpamp.plugins.hookspecs import hookimpl
+from mpamp.plugins.manager import manager
+from mpamp.policy import CastPolicy
+from mpamp.registry import device_state
+from mpamp.scaler import kernels
+from mpamp.testing import ConformanceError, Report, check_backend
+from tests.parity.observe import is_here
+
+BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """The registered backend and its table are in force again after each test."""
+    before = mpamp.get_backend("cpu"), mpamp.get_op_table("cpu")
+    yield
+    assert (mpamp.get_backend("cpu"), mpamp.get_op_table("cpu")) == before
+
+
+def failed(report: Report) -> dict[str, str]:
+    return {check.name: check.detail for check in report.failures}
+
+
+# -- Devices that keep it ------------------------------------------------------------------------------
+
+
+def test_cpu() -> None:
+    report = check_backend("cpu", default_dtype=BRAIN).raise_for_failures()
+    assert len(report.passed) > 300
+    assert report.skipped == []
+    assert report.place == "this machine's"
+
+
+@pytest.mark.parametrize(("place", "dtype"), [("fake cuda", HALF), ("fake xpu", BRAIN)])
+def test_devices_that_are_not_here(place: str, dtype: torch.dtype) -> None:
+    device = place.removeprefix("fake ")
+    if not is_here(place):
+        pytest.skip(f"no fake {device} tensors beside another card")
+    if mpamp.get_backend(device).is_available():
+        pytest.skip(f"there is a real {device} here")
+    report = check_backend(device, default_dtype=dtype).raise_for_failures()
+    assert report.place == "fake"
+    assert len(report.passed) > 250
+    assert {check.detail for check in report.skipped} <= {
+        "needs the device itself: fake tensors have no values",
+        "can't be called here, with or without autocast",
+    }
+
+
+@pytest.mark.accelerator
+def test_the_accelerator() -> None:
+    card = torch.accelerator.current_accelerator(check_available=True)
+    if card is None:
+        pytest.skip("there is no accelerator on this machine")
+    assert check_backend(card.type).raise_for_failures().place == "this machine's"
+
+
+def test_every_row_of_the_table_is_checked() -> None:
+    report = check_backend("cpu", sections=["table"])
+    rows = [op for op, row in mpamp.get_op_table("cpu").items() if row.policies()]
+    assert [check.name.partition(" ")[0] for check in report.checks] == rows
+
+
+def test_the_processors_rules_of_the_moment_are_checked_too() -> None:
+    mpamp.set_op_rules("cpu", {"linalg_inv": "lower_precision_fp"})
+    try:
+        assert [*failed(check_backend("cpu", sections=["table"]))] == ["aten::linalg_inv (lower_precision_fp)"]
+    finally:
+        mpamp.set_op_rules("cpu", None)
+
+
+# -- Planted faults: what a backend says ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [FULL, torch.float64, torch.int8, torch.complex64])
+def test_a_default_dtype_that_is_not_lower_precision(wrong: torch.dtype) -> None:
+    backend = type("Wrong", (CpuBackend,), {"default_dtype": wrong})()
+    found = failed(check_backend(backend, sections=["backend"]))
+    assert str(wrong) in found["default_dtype is one that regions run in"]
+
+
+def test_a_default_dtype_that_the_manual_does_not_promise() -> None:
+    backend = type("Wrong", (CpuBackend,), {"default_dtype": HALF})()
+    found = failed(check_backend(backend, default_dtype=BRAIN, sections=["backend"]))
+    assert found == {"default_dtype is what is expected": "default_dtype is torch.float16, torch.bfloat16 was expected"}
+
+
+@pytest.mark.parametrize("wrong", [(), (BRAIN, FULL), (BRAIN, torch.float64), (BRAIN, torch.int8)])
+def test_lower_precision_dtypes_that_are_not(wrong: tuple[torch.dtype, ...]) -> None:
+    table = OpTable.named("default", "cpu")
+    backend = type("Wrong", (CpuBackend,), {"lower_precision_dtypes": wrong, "op_table": lambda self: table})()
+    assert "lower_precision_dtypes are lower precision" in failed(check_backend(backend, sections=["backend"]))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "check"),
+    [
+        ("tensor_attribute", "is_cuda", "tensor_check knows the device's tensors"),
+        ("autocast_key", "AutocastXPU", "autocast_key is the one that torch autocasts the device by"),
+    ],
+)
+def test_wrong_attributes(attribute: str, value: str, check: str) -> None:
+    backend = type("Wrong", (CpuBackend,), {attribute: value})()
+    assert check in failed(check_backend(backend, sections=["backend"]))
+
+
+class Unsteady(CpuBackend):
+    """Its table is another each time."""
+
+    calls = 0
+
+    def op_table(self) -> OpTable:
+        self.calls += 1
+        return super().op_table().override({"relu": "fp32" if self.calls % 2 else "promote"})
+
+
+def test_an_unsteady_table() -> None:
+    found = failed(check_backend(Unsteady(), sections=["backend"]))
+    assert "aten::relu" in found["op_table is the device's, and the same each time"]
+
+
+def test_a_table_of_another_device() -> None:
+    backend = type("Wrong", (CpuBackend,), {"op_table": lambda self: OpTable.named("default", "xpu")})()
+    found = failed(check_backend(backend, sections=["backend"]))
+    assert found["op_table is the device's, and the same each time"] == "it is for 'xpu'"
+
+
+def test_a_table_that_cannot_be_made() -> None:
+    backend = type("Wrong", (CpuBackend,), {"op_table": lambda self: OpTable({"sofmax": "fp32"})})()
+    assert "UnknownOpError: unknown op 'sofmax'" in failed(check_backend(backend))["op_table can be made"]
+
+
+def test_a_backend_that_raises() -> None:
+    def tensor_check(self: Backend) -> Any:
+        raise RuntimeError("no driver\nat line 3")
+
+    backend = type("Wrong", (CpuBackend,), {"tensor_check": tensor_check})()
+    found = failed(check_backend(backend, sections=["backend"]))
+    assert found["tensor_check knows the device's tensors"] == "RuntimeError: no driver"
+
+
+# -- Planted faults: rows that lie ---------------------------------------------------------------------
+
+
+class Rows(CpuBackend):
+    """The processor with other rows, which nothing checks."""
+
+    rows: dict[str, Row]
+
+    def op_table(self) -> OpTable:
+        table = super().op_table()
+        return OpTable.from_rows({**table, **self.rows}, name="lying", device=self.device_type)
+
+
+@pytest.mark.parametrize(
+    ("op", "policy", "word"),
+    [
+        ("aten::linalg_inv", CastPolicy.LOWER_PRECISION_FP, "can't run it so"),
+        ("aten::fft_fft", CastPolicy.LOWER_PRECISION_FP, "can't run it so"),
+        ("aten::mm", CastPolicy.FP32_SET_OPT_DTYPE, "aten::mm has none"),
+        ("aten::relu_", CastPolicy.FP32, "writes in place"),
+        ("aten::softmax.int", CastPolicy.FP32_APPEND_DTYPE, "not to aten::softmax.int"),
+    ],
+)
+def test_a_row_that_lies(op: str, policy: CastPolicy, word: str) -> None:
+    backend = type("Lying", (Rows,), {"rows": {op: Row(policy)}})()
+    found = failed(check_backend(backend, sections=["table"]))
+    assert [*found] == [f"{op} ({policy})"]
+    assert word in found[f"{op} ({policy})"]
+
+
+def test_a_row_that_the_vendors_own_kernel_does_not_keep() -> None:
+    """The kernel is put on top of what is there, as a vendor's library does when it is imported late."""
+    with mpamp.autocast("cpu"):
+        pass
+
+    def mse_loss(x: torch.Tensor, y: torch.Tensor, reduction: int = 1) -> torch.Tensor:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+            return torch.ops.aten.mse_loss(x.bfloat16(), y.bfloat16(), reduction)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mse_loss", mse_loss, "AutocastCPU", allow_override=True)
+    try:
+        found = failed(check_backend("cpu", sections=["table"]))
+    finally:
+        library._destroy()
+    assert [*found] == ["aten::mse_loss (fp32)"]
+    assert "fp32 means aten.mse_loss.default(float32, float32)" in found["aten::mse_loss (fp32)"]
+    assert "it was aten.mse_loss.default(bfloat16, bfloat16)" in found["aten::mse_loss (fp32)"]
+
+
+# -- Planted faults: scalers ---------------------------------------------------------------------------
+
+
+class Ignoring(torch.amp.GradScaler):
+    """Steps whatever the gradients are."""
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+
+class Forgetful(torch.amp.GradScaler):
+    """Saves no growth tracker."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "_growth_tracker": 0}
+
+
+class Stubborn(torch.amp.GradScaler):
+    """Never moves its scale."""
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(self.get_scale())
+
+
+def test_a_scaler_that_ignores_inf() -> None:
+    found = failed(check_backend("cpu", make_scaler=Ignoring, sections=["scaler"]))
+    assert len(found) == 4
+    assert "inf is ignored" in found["inf skips the step and lowers the scale"]
+    assert "NaN skips the step and lowers the scale" in found
+    assert "an inf in one of several gradients skips all" in found
+
+
+@pytest.mark.parametrize(
+    ("scaler", "checks"),
+    [
+        (Forgetful, {"state_dict and load_state_dict"}),
+        (Stubborn, {"good steps raise the scale", "inf skips the step and lowers the scale"}),
+    ],
+)
+def test_scalers_with_other_faults(scaler: Any, checks: set[str]) -> None:
+    assert checks <= failed(check_backend("cpu", make_scaler=scaler, sections=["scaler"])).keys()
+
+
+def test_a_plugins_scaler_is_the_one_that_is_checked() -> None:
+    class Plugin:
+        @hookimpl
+        def mpamp_make_scaler(self, device_type: str, config: Any) -> Any:
+            options = {k: getattr(config, k) for k in ("init_scale", "growth_interval")}
+            return Ignoring(device_type, **options)
+
+    plugin = Plugin()
+    manager()._pm.register(plugin)
+    try:
+        assert "inf skips the step and lowers the scale" in failed(check_backend("cpu", sections=["scaler"]))
+    finally:
+        manager()._pm.unregister(plugin)
+
+
+def test_a_kernel_that_does_not_look_for_inf(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unscale_bucket_(bucket: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        for grad in bucket.tensors:
+            grad.mul_(inv_scale)
+
+    monkeypatch.setattr(kernels, "unscale_bucket_", unscale_bucket_)
+    found = failed(check_backend("cpu", sections=["scaler"]))
+    assert str(math.inf) in found["inf skips the step and lowers the scale"]
+
+
+# -- Planted faults: regions ---------------------------------------------------------------------------
+
+
+def test_a_cache_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_state("cpu").backend.__class__, "capture_check", lambda self: lambda: True)
+    state = device_state("cpu")
+    from mpamp.kernels import withdraw
+
+    withdraw(state)
+    try:
+        found = failed(check_backend("cpu", sections=["cache"]))
+    finally:
+        monkeypatch.undo()
+        withdraw(state)
+    assert found == {"a weight is cast once in a region": "two uses made 2 casts, not 1"}
+
+
+# -- The report ----------------------------------------------------------------------------------------
+
+
+def test_the_report_is_readable() -> None:
+    backend = type("Wrong", (CpuBackend,), {"default_dtype": FULL})()
+    report = check_backend(backend, sections=["backend", "nesting"])
+    lines = str(report).splitlines()
+    assert lines[0].startswith("<Wrong 'cpu'> on this machine's tensors: ")
+    assert "    FAILED default_dtype is one that regions run in: " in str(report)
+    assert any(line.startswith("  nesting: ") for line in lines)
+    assert json.loads(json.dumps(report.to_dict()))["device_type"] == "cpu"
+    with pytest.raises(ConformanceError, match="FAILED default_dtype"):
+        report.raise_for_failures()
+
+
+def test_sections() -> None:
+    report = check_backend("cpu", sections=["nesting"])
+    assert {check.section for check in report.checks} == {"nesting"}
+    assert report.raise_for_failures() is report
+    with pytest.raises(ValueError, match=r"no section tables; there are: backend, table, "):
+        check_backend("cpu", sections=["tables"])
+
+
+def test_an_unknown_device() -> None:
+    with pytest.raises(mpamp.UnknownDeviceError):
+        check_backend("npv")
