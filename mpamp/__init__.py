@@ -37,7 +37,7 @@ from .registration import (
     unregister_promote_function,
 )
 from .registry import get_backend, get_op_table, set_op_rules
-from .scaler import GradScaler, ScaleEvent, ScaleRecord, ScalerConfig, ScaleState, StepResult
+from .scaler import GradScaler, ScaleEvent, ScalerConfig, ScaleRecord, ScaleState, StepResult
 from .threads import inherit_regions
 
 __all__ = [
