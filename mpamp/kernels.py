@@ -131,7 +131,8 @@ def withdraw(device: DeviceState, ops: Iterable[str] | None = None) -> None:
             _overridden[device.type].discard(op)
         if ops is None:
             _installed.pop(device.type, None)
-            _planned.difference_update({p for p in _planned if p[0] == device.type})
+        _planned.difference_update({p for p in _planned if p[0] == device.type})
+        device.invalidate()
 
 
 def installed(device_type: str) -> list[str]:

@@ -67,6 +67,17 @@ def test_withdraw_gives_torch_its_kernels_back(cpu):
         assert torch.mm(a, a).dtype is FP32
 
 
+def test_an_op_withdrawn_by_name_comes_back_when_a_region_needs_it(cpu):
+    a = torch.ones(2, 2)
+    region = mpamp.autocast("cpu", BF16, ops={"mm": "fp32"})
+    with region:
+        assert torch.mm(a, a).dtype is FP32
+    kernels.withdraw(cpu, ["aten::mm"])
+    assert "aten::mm" not in kernels.installed("cpu")
+    with region:
+        assert torch.mm(a, a).dtype is FP32
+
+
 def test_installing_twice_adds_nothing(cpu):
     kernels.install(cpu, cpu.table, BF16)
     before = kernels.installed("cpu")
