@@ -26,7 +26,7 @@ from .policy import CastPolicy
 from .registry import DeviceState
 from .threads import serve_data_parallel
 
-__all__ = ["install", "installed", "tag_compiler_caches", "withdraw"]
+__all__ = ["install", "installed", "tag_compiler_caches", "tidy", "withdraw"]
 
 _CACHELESS = {
     "aten::scaled_dot_product_attention",
@@ -133,6 +133,17 @@ def withdraw(device: DeviceState, ops: Iterable[str] | None = None) -> None:
             _installed.pop(device.type, None)
         _planned.difference_update({p for p in _planned if p[0] == device.type})
         device.invalidate()
+
+
+def tidy(device: DeviceState) -> None:
+    """Take out the kernels that only rules of regions past asked for; a region that needs one puts it back.
+
+    Worth it for arithmetic: a kernel of ours there is called for every addition, and functorch can't pass it
+    the plain numbers that such calls have.
+    """
+    dtypes = device.backend.lower_precision_dtypes
+    needed = {op for dtype in dtypes for op in needs_kernel(device, device.table, dtype)}
+    withdraw(device, set(installed(device.type)) - needed)
 
 
 def installed(device_type: str) -> list[str]:

@@ -52,7 +52,11 @@ def place_of(item: pytest.Item) -> str:
         here = torch.accelerator.current_accelerator(check_available=True)
         return ANY if here is None else here.type
     folders = item.nodeid.split("/")[:-1]  # from the root folder on
-    return "plugin" if folders[:1] == ["examples"] or folders[1:2] in (["plugins"], ["plugins_host"]) else "cpu"
+    return (
+        "plugin"
+        if folders[:1] == ["examples"] or folders[1:2] in (["plugins"], ["plugins_host"], ["examples"])
+        else "cpu"
+    )
 
 
 @functools.cache

@@ -78,6 +78,18 @@ def test_an_op_withdrawn_by_name_comes_back_when_a_region_needs_it(cpu):
         assert torch.mm(a, a).dtype is FP32
 
 
+def test_tidy_takes_out_what_only_rules_of_regions_asked_for(cpu):
+    with mpamp.autocast("cpu", BF16, ops={"mul": "fp32"}):
+        pass
+    assert "aten::mul.Tensor" in kernels.installed("cpu")
+    kernels.tidy(cpu)
+    assert "aten::mul.Tensor" not in kernels.installed("cpu")
+    assert "aten::linear" in kernels.installed("cpu")
+    with mpamp.autocast("cpu", BF16, ops={"mul": "fp32"}):
+        assert (torch.ones(2, dtype=BF16) * torch.ones(2, dtype=BF16)).dtype is FP32
+    kernels.tidy(cpu)
+
+
 def test_installing_twice_adds_nothing(cpu):
     kernels.install(cpu, cpu.table, BF16)
     before = kernels.installed("cpu")

@@ -125,4 +125,3 @@ def test_the_minimum_python_is_the_same_everywhere(setup_cfg: configparser.Confi
     assert setup_cfg["options"]["python_requires"] == ">=3.10"
     assert 'target-version = "py310"' in pyproject
     assert 'python_version = "3.10"' in pyproject
-    assert "py{310," in (ROOT / "tox.ini").read_text(encoding="utf-8")

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import kernels
+from ..registry import devices_in_use
 from . import ambient
 from . import optimizers as _optimizers
 from .casting import ForwardCast, cast_forward, cast_module, floating_tensors, keeps_float32, uncast_forward
@@ -249,6 +251,8 @@ def shutdown() -> None:
         AmpUsageError: Inside ``disable_casts`` or a step.
     """
     ambient.withdraw()
+    for device in devices_in_use():
+        kernels.tidy(device)
     for optimizer in list(_attached):
         _optimizers.detach(optimizer)
     _attached.clear()

@@ -140,8 +140,8 @@ def _print(report: dict[str, Any]) -> None:
     click.echo(
         "\nEngine: none"
         if engine is None
-        else f"\nEngine: {engine['name']}; on {engine['device']}, mpamp's kernels run {engine['mpamp_kernels']} ops of the "
-        f"default table, torch's run {engine['torch_kernels']}"
+        else f"\nEngine: {engine['name']}; on {engine['device']}, mpamp's kernels run {engine['mpamp_kernels']} ops of "
+        f"the default table, torch's run {engine['torch_kernels']}"
     )
     for problem in report["problems"]:
         click.echo(f"Problem: {problem}")

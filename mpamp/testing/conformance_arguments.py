@@ -250,6 +250,7 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
 
 _BY_TYPE: dict[str, Callable[[Maker], Any]] = {
     "Tensor": lambda t: t(4, 4),
+    "List[Tensor]": lambda t: [t(4, 4), t(4, 4)],
     "number": lambda t: 2,
     "int": lambda t: 0,
     "float": lambda t: 0.5,

@@ -42,7 +42,9 @@ class SimpleNet(torch.nn.Module):
 def model_and_input(place: str) -> tuple[SimpleNet, torch.Tensor]:
     """Return what every example starts with."""
     model = SimpleNet()
-    if place != "fake xpu":
+    if place == "cpu":
+        return model, torch.rand(1, *SHAPE[1:])  # in float16, 64 images take a processor minutes
+    if place == "xpu":
         return model.to(place), torch.rand(*SHAPE).to(place)
     # Without a card no tensor, a fake one neither, can be moved to it, and no autograd graph be recorded there.
     weight = torch.empty(model.conv.weight.shape, device="xpu")
@@ -80,7 +82,7 @@ def test_inference_with_torchscript_path(place: str, amp: Any) -> None:
         model = torch.jit.trace(model, x)
         model = torch.jit.freeze(model)
         y = model(x)
-    assert (y.dtype, y.shape) == (HALF, OUT)
+    assert (y.dtype, y.shape[1:]) == (HALF, OUT[1:])
     assert model(x).dtype is HALF  # the casts are in the graph
 
 

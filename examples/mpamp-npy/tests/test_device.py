@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import mpamp
 
@@ -28,6 +29,9 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "stack of unbind": lambda x: torch.stack(x.unbind(1)),
     "unflatten": lambda x: x.transpose(1, 2).unflatten(1, (2, 2))[:, 1],
     "abs": lambda x: (x - 5).abs(),
+    "mse_loss": lambda x: F.mse_loss(x, x + 1),
+    "smooth_l1_loss, of each": lambda x: F.smooth_l1_loss(x, x + 1, reduction="none"),
+    "topk": lambda x: x.topk(2).values,
     "isfinite": lambda x: (x / 0).isfinite(),
 }
 
@@ -39,6 +43,14 @@ def test_values_and_strides(name: str) -> None:
     assert found.device == torch.device("npy", 0)
     assert torch.equal(found.cpu(), expected)
     assert found.stride() == expected.stride()
+
+
+def test_resizing() -> None:
+    x, out = torch.arange(4.0).to("npy"), torch.empty(0).to("npy")
+    torch.add(x, 1, out=out)
+    assert out.tolist() == [1, 2, 3, 4]
+    x.resize_(2, 1)
+    assert x.shape == (2, 1)
 
 
 def test_writing_through_views() -> None:

@@ -113,30 +113,31 @@ class _Strided(torch.Tensor):
 
 def _run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run any op on the processor; what it writes to is the caller's, and is returned as such."""
-    on_host, options = tree_map(to_host, (args, kwargs))
+    on_host, options = tree_map(to_host, (list(args), kwargs))
     if options.get("device") is not None:
         options["device"] = torch.device("cpu")
+    writes = [(i, a) for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    outs = [a.name for _, a in writes if isinstance(kwargs.get(a.name), torch.Tensor)]
+    options.update({name: options[name].new_empty(0) for name in outs})  # torch passes out= of any shape here
     result = op(*on_host, **options)
-    schema = op._schema
-    written = [
-        args[i] if i < len(args) else kwargs.get(argument.name)
-        for i, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    for name in outs:
+        _fill(kwargs[name], options[name])
+    written = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in writes]
     if not written:
         return tree_map(from_host, result)
-    for tensor in written:
-        _follow(tensor)
-    if not schema.returns:
+    if op._schema.name == "aten::resize_":
+        written[0].data = from_host(on_host[0])
+    if not op._schema.returns:
         return None
-    return written[0] if len(schema.returns) == 1 else tuple(written)
+    return written[0] if len(op._schema.returns) == 1 else tuple(written)
 
 
-def _follow(written: Any) -> None:
-    """Give an empty tensor on the device its CPU tensor's shape, where ``out=`` has made that grow."""
-    held = written.untyped_storage().payload if isinstance(written, torch.Tensor) and written.numel() == 0 else None
-    if held is not None and held.numel():
-        written.data = from_host(held)
+def _fill(out: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a CPU tensor into one on the device, which takes its shape."""
+    if out.shape == value.shape:
+        to_host(out).copy_(value)
+    else:
+        out.data = from_host(value.to(out.dtype))
 
 
 def _empty(size: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:

@@ -1,0 +1,67 @@
+"""Writes what the docs say of op tables when they are built, from the tables themselves.
+
+A page holds a line such as ``<!-- table: default cpu -->`` where the rows of that table go.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mpamp.oplists import table_names
+from mpamp.optable import OpTable
+from mpamp.policy import CastPolicy
+
+DEVICES = ("cpu", "cuda", "xpu")
+_MARKER = re.compile(r"^<!-- (names|table|diff): *(.*?) *-->$", flags=re.M)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill the markers of a page; mkdocs calls this for each."""
+    return _MARKER.sub(lambda found: _WRITERS[found[1]](*found[2].split()), markdown)
+
+
+def names() -> str:
+    """Return which named table is there for which device."""
+    known = {device: table_names(device) for device in DEVICES}
+    lines = [f"| table | {' | '.join(DEVICES)} |", f"|---|{'---|' * len(DEVICES)}"]
+    for name in sorted({n for found in known.values() for n in found}):
+        cells = [f"{len(OpTable.named(name, d))} ops" if name in known[d] else "" for d in DEVICES]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def table(name: str, device: str) -> str:
+    """Return a table's ops by policy, and by dtype where that matters."""
+    rows = OpTable.named(name, device)
+    lines = ["| policy | regions of | ops |", "|---|---|---|"]
+    for policy in CastPolicy:
+        by_regions: dict[str, list[str]] = {}
+        for op, row in rows.items():
+            dtypes = [str(d).removeprefix("torch.") for d, p in row.by_dtype if p is policy]
+            if row.policy is policy:
+                others = [str(d).removeprefix("torch.") for d, p in row.by_dtype if p is not policy]
+                by_regions.setdefault("all but " + ", ".join(others) if others else "any dtype", []).append(op)
+            elif dtypes:
+                by_regions.setdefault(", ".join(dtypes), []).append(op)
+        for regions, ops in sorted(by_regions.items()):
+            lines.append(f"| `{policy}` | {regions} | {', '.join(f'`{_short(op)}`' for op in ops)} |")
+    return "\n".join(lines)
+
+
+def diff(device: str, left: str, right: str) -> str:
+    """Return where two named tables differ, in a row for each kind of change."""
+    changes: dict[tuple[str, str], list[str]] = {}
+    for d in OpTable.named(left, device).diff(OpTable.named(right, device)):
+        changes.setdefault((str(d.left or "not listed"), str(d.right or "not listed")), []).append(d.op)
+    lines = [f"| `{left}` | `{right}` | ops |", "|---|---|---|"]
+    for (before, after), ops in sorted(changes.items()):
+        lines.append(f"| {before} | {after} | {', '.join(f'`{_short(op)}`' for op in ops)} |")
+    return "\n".join(lines)
+
+
+def _short(op: str) -> str:
+    return op.removeprefix("aten::")
+
+
+_WRITERS = {"names": names, "table": table, "diff": diff}

@@ -1,0 +1,5 @@
+"""A plugin whose vendor's library is missing."""
+
+from __future__ import annotations
+
+raise ImportError("libbroken.so: cannot open shared object file")

@@ -1,0 +1,122 @@
+"""Plugins that fail, as wheels in a fresh environment: quarantined, named, blocked, uninstalled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.plugins.environments import Environment
+
+Make = Callable[..., Environment]
+ASK = (
+    "import mpamp\ntry:\n    mpamp.autocast({device!r})\nexcept mpamp.MpampError as e:\n    print(type(e).__name__, e)"
+)
+WORKS = """
+import torch, warnings, mpamp
+warnings.simplefilter("ignore")
+with mpamp.autocast("cpu"):
+    print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+"""
+
+
+def ask(env: Environment, device: str, **variables: str) -> str:
+    """Return the error of a region on a device."""
+    return env.python(ASK.format(device=device), **variables).stdout
+
+
+FAULTS = [
+    ("raises-on-import", "broken", "ImportError: libbroken.so: cannot open shared object file"),
+    ("newer-api", "future", "newer-api needs plugin API 99, this mpamp speaks 1"),
+    ("nonsense-backends", "nonsense", "returned 'nonsense', not a mpamp.Backend"),
+    ("nonsense-hook", "misspelt", "mpamp_backend"),
+]
+
+
+@pytest.mark.parametrize(("distribution", "device", "cause"), FAULTS)
+def test_quarantine(environment: Make, distribution: str, device: str, cause: str) -> None:
+    env = environment(distribution, "claims-first")
+    code, records, problems = env.plugins()
+    assert code == 1
+    assert records[distribution]["status"] == "failed"
+    assert cause in records[distribution]["error"]
+    assert records["claims-first"]["status"] == "loaded"
+    assert any(distribution in problem for problem in problems)
+    error = ask(env, device)
+    assert error.startswith(f"PluginLoadError the plugin for device {device!r} ({distribution} 1.0) failed to load")
+    assert env.python(WORKS).stdout == "torch.bfloat16\n"
+
+
+@pytest.mark.parametrize(
+    ("distribution", "cause"), [("nonsense-rules", "'lukewarm'"), ("nonsense-mapping", "ops.mapping")]
+)
+def test_packs_in_quarantine(environment: Make, distribution: str, cause: str) -> None:
+    env = environment(distribution)
+    code, records, _ = env.plugins()
+    assert (code, records[distribution]["status"]) == (1, "failed")
+    done = env.python(WORKS.replace('warnings.simplefilter("ignore")', ""))
+    assert done.stdout == "torch.bfloat16\n"
+    assert cause in done.stderr
+    assert done.stderr.count("MpampWarning") == 1
+    strict = env.python(WORKS, MPAMP_STRICT_PLUGINS="1")
+    assert strict.returncode == 1
+    assert "PluginLoadError" in strict.stderr
+
+
+def test_strict_mode(environment: Make) -> None:
+    env = environment("raises-on-import")
+    done = env.python("import mpamp; mpamp.autocast('broken')", MPAMP_STRICT_PLUGINS="1")
+    assert "PluginLoadError: plugin 'broken' of raises-on-import failed to load" in done.stderr
+    assert "MpampWarning" not in done.stderr
+    assert env.python(WORKS, MPAMP_STRICT_PLUGINS="1").stdout == "torch.bfloat16\n"  # nobody asked for its device
+
+
+def test_two_claims(environment: Make) -> None:
+    env = environment("claims-first", "claims-second")
+    code, records, problems = env.plugins()
+    assert code == 1
+    assert sorted(r["status"] for r in records.values()) == ["conflict", "loaded"]
+    assert len(problems) == 1
+    error = ask(env, "twin")
+    for text in (problems[0], error):
+        assert all(name in text for name in ("'twin'", "claims-first", "claims-second", "MPAMP_DISABLE_PLUGINS"))
+    assert error.startswith("PluginConflictError")
+    assert ask(env, "twin", MPAMP_DISABLE_PLUGINS="claims-first") == ""
+    env.uninstall("claims-second")
+    assert env.plugins()[0] == 0
+    assert ask(env, "twin") == ""
+
+
+def test_a_built_in_device_is_not_taken_unasked(environment: Make) -> None:
+    env = environment("claims-builtin")
+    code, records, _ = env.plugins()
+    assert (code, records["claims-builtin"]["status"]) == (1, "conflict")
+    assert "replaces_builtin" in ask(env, "cpu")
+
+
+def test_packs_that_disagree(environment: Make) -> None:
+    env = environment("pack-first", "pack-second")
+    error = ask(env, "cpu")
+    assert error.startswith("PluginConflictError aten::softmax")
+    assert all(part in error for part in ("pack-first:ops.first", "pack-second:ops.second", "fp32", "promote"))
+    assert env.plugins()[0] == 1
+    assert ask(env, "cpu", MPAMP_DISABLE_PLUGINS="ops.second") == ""
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "statuses"),
+    [
+        ("MPAMP_DISABLE_PLUGINS", "raises-on-import", ("blocked", "loaded", "loaded")),
+        ("MPAMP_DISABLE_PLUGINS", "broken, ops.first", ("blocked", "loaded", "blocked")),
+        ("MPAMP_DISABLE_PLUGINS", "*", ("blocked", "blocked", "blocked")),
+        ("MPAMP_LOAD_PLUGINS", "twin", ("blocked", "loaded", "blocked")),
+        ("MPAMP_LOAD_PLUGINS", "pack-first", ("blocked", "blocked", "loaded")),
+    ],
+)
+def test_block_and_allow_lists(environment: Make, variable: str, value: str, statuses: tuple[str, ...]) -> None:
+    env = environment("raises-on-import", "claims-first", "pack-first")
+    code, records, problems = env.plugins(**{variable: value})
+    found = tuple(records[d]["status"] for d in ("raises-on-import", "claims-first", "pack-first"))
+    assert (code, found, problems) == (0, statuses, [])
+    if value == "*":
+        assert ask(env, "twin", **{variable: value}).startswith("UnknownDeviceError unknown device 'twin'")

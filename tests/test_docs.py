@@ -1,0 +1,156 @@
+"""The docs build without a warning, and are complete and true where that can be checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import mpamp
+from mpamp import errors
+from mpamp.cli.app import app
+from mpamp.optable import OpTable
+from mpamp.plugins import hookspecs
+from mpamp.policy import CastPolicy
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def _page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def generate() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_they_build_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    tables = (tmp_path / "site" / "tables" / "index.html").read_text(encoding="utf-8")
+    assert "fft_rfft2" in tables
+    assert "<!-- table" not in tables
+
+
+# -- Hooks ---------------------------------------------------------------------------------------------
+
+
+def _hooks() -> dict[str, Any]:
+    return {name: f for name, f in vars(hookspecs).items() if hasattr(f, "mpamp_spec")}
+
+
+def test_every_hook_is_there_with_its_exact_arguments() -> None:
+    documented = re.findall(r"^## `(\w+)\((.*)\)`$", _page("hooks.md"), flags=re.M)
+    actual = {name: ", ".join(inspect.signature(hook).parameters) for name, hook in _hooks().items()}
+    assert len(actual) >= 4
+    assert dict(documented) == actual
+    assert len(documented) == len(actual)
+
+
+# -- Errors --------------------------------------------------------------------------------------------
+
+
+def test_every_error_is_there_with_what_it_also_is() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", _page("errors.md"), flags=re.M)
+    documented = {name: re.findall(r"`(\w+)`", bases) for name, bases in rows}
+    assert set(documented) == set(errors.__all__)
+    for name, bases in documented.items():
+        actual = [base.__name__ for base in getattr(errors, name).__bases__]
+        assert bases == ([b for b in actual if b != "MpampError"] or actual)
+
+
+# -- Tables --------------------------------------------------------------------------------------------
+
+
+def test_every_policy_is_explained() -> None:
+    section = _page("tables.md").partition("## Policies")[2].partition("## ")[0]
+    assert re.findall(r"^\| `(\w+)`", section, flags=re.M) == [policy.value for policy in CastPolicy]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_a_table_is_generated_with_all_its_rows(device: str, generate: types.ModuleType) -> None:
+    text = generate.on_page_markdown(f"before\n<!-- table: default {device} -->\nafter")
+    table = OpTable.named("default", device)
+    found: dict[str, set[str]] = {}
+    for policy, _, ops in re.findall(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", text, flags=re.M):
+        for op in re.findall(r"`([^`]+)`", ops):
+            found.setdefault(op if "::" in op else f"aten::{op}", set()).add(policy)
+    assert found == {op: {p.value for p in row.policies()} for op, row in table.items() if row.policies()}
+
+
+def test_every_device_has_its_table_and_difference(generate: types.ModuleType) -> None:
+    page = _page("tables.md")
+    for device in generate.DEVICES:
+        assert f"<!-- table: default {device} -->" in page
+        assert f"<!-- diff: {device} native default -->" in page
+    filled = generate.on_page_markdown(page)
+    assert "<!--" not in filled
+    assert "| banned | fp32 | `binary_cross_entropy` |" in filled
+
+
+# -- The command ---------------------------------------------------------------------------------------
+
+
+def test_every_command_is_there_with_its_options() -> None:
+    page = _page("command.md")
+    for name, command in app.commands.items():
+        assert f"| `mpamp {name}" in page
+        if name in ("doctor", "plugins", "ops"):
+            options = [p.opts[0] for p in command.params if isinstance(p, click.Option)]
+            line = next(line for line in page.splitlines() if line.startswith(f"| `mpamp {name}"))
+            assert sorted(re.findall(r"--\w+", line)) == sorted(options)
+
+
+# -- Words and code ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["quick-start.md", "regions.md", "tables.md", "backend-plugin.md", "op-pack.md"])
+def test_its_python_runs(page: str) -> None:
+    blocks = re.findall(r"^```python\n(.+?)^```$", _page(page), flags=re.M | re.S)
+    assert blocks
+    names: dict[str, Any] = {"__name__": "docs"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for block in blocks:
+            exec(compile(block, page, "exec"), names)
+
+
+def test_names_of_mpamp_are_mpamps() -> None:
+    for page in PAGES:
+        for name in re.findall(r"\bmpamp\.([a-zA-Z_]\w*)\b(?!\.toml)", page.read_text(encoding="utf-8")):
+            found = hasattr(mpamp, name) or importlib.util.find_spec(f"mpamp.{name}") is not None
+            assert found, f"{page.name}: mpamp.{name}"
+
+
+def test_files_that_are_named_exist() -> None:
+    named = {
+        n for p in PAGES for n in re.findall(r"`((?:examples|tests|mpamp)/[\w./-]+)`", p.read_text(encoding="utf-8"))
+    }
+    assert len(named) >= 4
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_path_or_host_of_one_machine(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"(?<![\w.])/(?:work|home|root|tmp|opt|usr)\b|localhost|\b\d+\.\d+\.\d+\.\d+\b", text)
+    assert not re.findall(r"pypi\.|index-url|\bwhl\b", text)
