@@ -6,6 +6,7 @@ A page holds a line such as ``<!-- table: default cpu -->`` where the rows of th
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from mpamp.oplists import table_names
@@ -64,4 +65,4 @@ def _short(op: str) -> str:
     return op.removeprefix("aten::")
 
 
-_WRITERS = {"names": names, "table": table, "diff": diff}
+_WRITERS: dict[str, Callable[..., str]] = {"names": names, "table": table, "diff": diff}
