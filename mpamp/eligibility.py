@@ -78,7 +78,7 @@ def resolve(name: str) -> list[str]:
     if packet is None or not hasattr(packet, "overloads"):
         hint = nearest(op, _known_ops(namespace))
         raise UnknownOpError(
-            f"unknown op {name!r}: torch has no operator {namespace}::{op}{hint or '.'} "
+            f"unknown op {name!r}: torch has no operator {namespace}::{op}{hint} "
             "Write 'op' or 'namespace::op', with '.overload' to mean a single one."
         )
     overloads: list[str] = packet.overloads()

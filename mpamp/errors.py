@@ -90,11 +90,11 @@ class GradientOverflowError(MpampError, RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """Return a hint that lists the names closest to ``name``, or an empty string.
+    """Return the end of a sentence: a hint that lists the names closest to ``name``, or a full stop.
 
     Example:
         >>> nearest("sofmax", ["softmax", "conv2d"])
         "; did you mean 'softmax'?"
     """
     close = difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
-    return "; did you mean " + " or ".join(repr(c) for c in close) + "?" if close else ""
+    return "; did you mean " + " or ".join(repr(c) for c in close) + "?" if close else "."

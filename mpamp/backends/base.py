@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..oplists import table_names
 from ..optable import OpTable
 
 __all__ = ["Backend", "TorchNativeBackend"]
@@ -47,8 +48,9 @@ class Backend:
         return module is not None and bool(module.is_available())
 
     def op_table(self) -> OpTable:
-        """Return the device's default table."""
-        return OpTable.named("default", self.device_type)
+        """Return the device's default table: mpamp's own for a device that it ships one for, else ``uniform``."""
+        name = "default" if "default" in table_names(self.device_type) else "uniform"
+        return OpTable.named(name, self.device_type)
 
     def is_emulated(self, dtype: torch.dtype) -> bool:
         """Tell whether this machine computes ``dtype`` without units of its own, and so slower."""
