@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import json
 import os
 import shutil
@@ -11,13 +12,24 @@ import sys
 import sysconfig
 import venv
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = Path(__file__).parent
 EXAMPLES = [ROOT / "examples" / name for name in ("mpamp-npy", "mpamp-pack")]
 _JUNK = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", ".git", "tests", "*_cache")
+
+
+def can_build() -> bool:
+    """Tell whether wheels can be built without a network."""
+    try:
+        return Version(importlib.metadata.version("setuptools")) >= Version("70.1") or bool(find_spec("wheel"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def build_wheels(shared: Path) -> Path:

@@ -23,6 +23,8 @@ from mpamp.testing import ConformanceError, Report, check_backend
 from tests.parity.observe import is_here
 
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
+UNMADE = "the kit can't make an argument of type "
+"""How rows are skipped whose dimensions have names, which torch had until 2.12."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +45,7 @@ def failed(report: Report) -> dict[str, str]:
 def test_cpu() -> None:
     report = check_backend("cpu", default_dtype=BRAIN).raise_for_failures()
     assert len(report.passed) > 300
-    assert report.skipped == []
+    assert all(check.detail.startswith(UNMADE) for check in report.skipped)
     assert report.place == "this machine's"
 
 
@@ -57,8 +59,10 @@ def test_devices_that_are_not_here(place: str, dtype: torch.dtype) -> None:
     report = check_backend(device, default_dtype=dtype).raise_for_failures()
     assert report.place == "fake"
     assert len(report.passed) > 250
-    assert {check.detail for check in report.skipped} <= {
+    reasons = {check.detail for check in report.skipped if not check.detail.startswith(UNMADE)}
+    assert reasons <= {
         "needs the device itself: fake tensors have no values",
+        "torch's own kernel needs the device itself",
         "can't be called here, with or without autocast",
     }
 

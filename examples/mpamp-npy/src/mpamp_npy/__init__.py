@@ -12,7 +12,6 @@ from . import device
 __all__ = ["NpyBackend", "mpamp_backends"]
 
 MPAMP_API_VERSION = 1
-device.register()
 
 
 class NpyBackend(Backend):
@@ -31,4 +30,5 @@ class NpyBackend(Backend):
 
 @hookimpl
 def mpamp_backends() -> list[Backend]:
+    device.register()
     return [NpyBackend()]
