@@ -257,8 +257,6 @@ class Region:
         state = _thread.state
         entries = state.entries
         saved = entries.pop() if entries and entries[-1][0] is self else _take(self, entries)
-        if saved is None:
-            return
         _, inner, key, excluded, spec, mark, outer, dtype, cache, span = saved
         if key is not None:
             _set_excluded(key, excluded)
@@ -270,9 +268,9 @@ class Region:
                     _set_excluded(_FIRST_KEY, True)
                 else:
                     _scope.write_mark(inner, mark)
-            if span is not None:
-                span.close()
             state.scopes[spec.index] = outer
+        if span is not None:
+            span.close()
         if not entries and state.casts:
             state.casts.clear()
 
@@ -318,11 +316,11 @@ def _is_fake(device_type: str) -> bool:
 _KEY, _EXCLUDED, _SPEC, _MARK, _OUTER, _DTYPE, _CACHE, _SPAN = range(2, 10)
 
 
-def _take(region: Region, entries: list[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+def _take(region: Region, entries: list[tuple[Any, ...]]) -> tuple[Any, ...]:
     """Take out the entry of a region that isn't left in the reverse order; what is on now stays on.
 
     What it would have restored is handed to the regions entered since, which restore it when they are left.
-    Returns the entry where nothing has been entered since on its device, None otherwise.
+    Returns the entry with what is still its own to restore.
     """
     index = next((i for i in range(len(entries) - 1, -1, -1) if entries[i][0] is region), None)
     if index is None:

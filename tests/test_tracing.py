@@ -1020,6 +1020,21 @@ def test_forwards_on_two_threads_are_recomputed_each_with_its_table(x: Tensor, r
 
 
 @both_kinds
+def test_a_region_left_out_of_order_leaves_no_trace_in_later_recomputes(
+    block: Recorder, leaf: Tensor, reentrant: bool
+) -> None:
+    first, second = region(ops=FULL_SOFTMAX), region(ops={"relu": "fp32"})
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    with region():
+        y = checkpoint(block, leaf, use_reentrant=reentrant)
+    y.sum().backward()
+    assert_recomputed_alike(block)
+
+
+@both_kinds
 def test_gradients_with_recompute_are_those_without(x: Tensor, reentrant: bool) -> None:
     block = Recorder()
 
