@@ -200,7 +200,7 @@ def write_mark(before: int, mark: int) -> None:
         _set_excluded(FIRST_KEY, mark == NO_MARK)
         return
     thread, state = THREAD.state, _STATES[max(mark, DEFAULT_MARK)]
-    if before <= DEFAULT_MARK:
+    if before <= DEFAULT_MARK or not thread.carried:  # empty where the mark came along with torch's state
         thread.carried = [_get_dtype(name) for name in CARRIERS]
     for key, name, dtype, own in zip(_KEYS, CARRIERS, state, thread.carried, strict=True):
         _set_excluded(key, dtype is None or mark == NO_MARK)
