@@ -8,6 +8,7 @@ entered per layer or per token. The target for a plain region is at most 0.7 of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +33,8 @@ TARGET = 0.7
 # Each batch is written out, so that no call of a wrapper adds the same time to both sides.
 
 
-def new_torch(device: str, dtype: torch.dtype, **options: Any) -> Callable[[int], None]:
-    autocast = torch.autocast
+def entered_anew(autocast: Any, device: str, dtype: torch.dtype, **options: Any) -> Callable[[int], None]:
+    """Return a batch that makes, enters and leaves a region per turn."""
 
     def batch(n: int) -> None:
         for _ in range(n):
@@ -48,20 +49,8 @@ def new_torch(device: str, dtype: torch.dtype, **options: Any) -> Callable[[int]
     return batch if options else plain_batch
 
 
-def new_mpamp(device: str, dtype: torch.dtype, **options: Any) -> Callable[[int], None]:
-    autocast = mpamp.autocast
-
-    def batch(n: int) -> None:
-        for _ in range(n):
-            with autocast(device, dtype=dtype, **options):
-                pass
-
-    def plain_batch(n: int) -> None:
-        for _ in range(n):
-            with autocast(device, dtype=dtype):
-                pass
-
-    return batch if options else plain_batch
+new_torch = functools.partial(entered_anew, torch.autocast)
+new_mpamp = functools.partial(entered_anew, mpamp.autocast)
 
 
 def reused(region: Any) -> Callable[[int], None]:

@@ -27,6 +27,7 @@ from .optable import APPEND_DTYPE
 from .policy import CASTABLE, CastPolicy, target_dtype
 
 if TYPE_CHECKING:
+    from .backends.base import Backend
     from .registry import DeviceState
 
 __all__ = ["build", "caster", "kernel_source"]
@@ -77,8 +78,8 @@ def build(
     """
     arguments, name = op._schema.arguments, overload_name(op)
     unlisted = _unlisted(device, op)
-    cast, cast_apart = caster(device, keep=_returns_new(op)), caster(device, keep=False)
-    may_keep, kept = keeper(device)
+    cast, cast_apart = caster(device.backend, keep=_returns_new(op)), caster(device.backend, keep=False)
+    may_keep, kept = keeper(device.backend)
     append = find_overload(APPEND_DTYPE[name]) if name in APPEND_DTYPE else None
     environment: dict[str, Any] = {
         "OP": name,
@@ -181,12 +182,13 @@ def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | No
     return target_of
 
 
-def keeper(device: DeviceState) -> tuple[Callable[[_scope.Scope], bool], Callable[..., torch.Tensor]]:
+@functools.cache
+def keeper(backend: Backend) -> tuple[Callable[[_scope.Scope], bool], Callable[..., torch.Tensor]]:
     """Return a check whether casts may be kept now, and the function that gives a float32 weight's kept cast.
 
     The latter returns a tensor that isn't a weight as it is.
     """
-    on_device, capturing = device.backend.tensor_check(), device.backend.capture_check()
+    on_device, capturing = backend.tensor_check(), backend.capture_check()
     is_tracing = torch._C._is_tracing
     functorch = torch._C._functorch.peek_interpreter_stack
 
@@ -206,13 +208,14 @@ def keeper(device: DeviceState) -> tuple[Callable[[_scope.Scope], bool], Callabl
     return may_keep, kept
 
 
-def caster(device: DeviceState, *, keep: bool) -> Callable[[torch.Tensor, torch.dtype, _scope.Scope], torch.Tensor]:
+@functools.cache
+def caster(backend: Backend, *, keep: bool) -> Callable[[torch.Tensor, torch.dtype, _scope.Scope], torch.Tensor]:
     """Return the function that casts one argument, or finds the kept cast of a weight.
 
     ``keep`` is False for ops that may return an argument itself: a kept cast must not reach the user.
     """
-    on_device = device.backend.tensor_check()
-    may_keep, kept = keeper(device)
+    on_device = backend.tensor_check()
+    may_keep, kept = keeper(backend)
 
     def cast(tensor: torch.Tensor, target: torch.dtype, scope: _scope.Scope) -> torch.Tensor:
         dtype = tensor.dtype
@@ -249,8 +252,8 @@ def kernel_source(op: OpOverload, torchs: CastPolicy | None = None) -> str:
     tensors = [(names[i], str(a.type)) for i, a in arguments if "Tensor" in str(a.type) and a.name not in _WRITTEN]
     if op._schema.name in TAKE_NUMBERS:
         tensors = [(name, "Number") for name, _ in tensors]
-    short = [] if torchs is None or is_in_place(op) else ["if _policy is TORCHS:"]
-    short += [f"    {line}" for line in _short_body(torchs, tensors, passed)] if short and torchs else []
+    left = [] if torchs is None or is_in_place(op) else _short_body(torchs, tensors, passed)
+    short = ["if _policy is TORCHS:", *("    " + line for line in left)] if left else []
     body = _in_place_body(tensors) if is_in_place(op) else [*_body(tensors), *_dtype_lines(op, names, tensors, passed)]
     lines = "\n".join("    " + line for line in [*short, *body])
     return f"""\
@@ -280,13 +283,12 @@ def _short_body(torchs: CastPolicy, tensors: list[tuple[str, str]], passed: str)
     two dtypes only, and it casts beside a float64 argument.
     """
     run = f"return outside(_keys, {passed})"
-    has_list = any(_is_list(kind) or kind == "Number" for _, kind in tensors)
     if torchs is CastPolicy.PROMOTE:
         return [f"if knows(_lower, ({', '.join(name for name, _ in tensors)},)):", f"    {run}"]
     if torchs is not CastPolicy.LOWER_PRECISION_FP:
         return [run]
-    if has_list:
-        return ["pass"]
+    if any(_is_list(kind) or kind == "Number" for _, kind in tensors):
+        return []
     is_double, is_single = (
         " or ".join(f"({_guard(name, kind)}{name}.dtype is {dtype})" for name, kind in tensors)
         for dtype in ("FLOAT64", "FLOAT32")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["autocast_types", "has_autocast", "map_tensors", "tensors_in"]
+__all__ = ["autocast_types", "has_autocast", "map_tensors", "mapping_like", "sequence_like", "tensors_in"]
 
 Tensor = torch.Tensor
 _SEQUENCES = (list, tuple)  # a union of classes can't be compiled by torch 2.8
@@ -52,11 +52,12 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any], where: Callable[[
     if not any(where(tensor) for tensor in tensors_in(value)):
         return value
     if isinstance(value, MutableMapping):
-        return _mapping_like(value, {key: map_tensors(item, function, where) for key, item in value.items()})
-    return _sequence_like(value, [map_tensors(item, function, where) for item in value])
+        return mapping_like(value, {key: map_tensors(item, function, where) for key, item in value.items()})
+    return sequence_like(value, [map_tensors(item, function, where) for item in value])
 
 
-def _sequence_like(value: Any, items: list[Any]) -> Any:
+def sequence_like(value: Any, items: list[Any]) -> Any:
+    """Return a list or tuple of the class of ``value`` with other items."""
     cls = type(value)
     if cls is list:
         return items
@@ -75,7 +76,8 @@ def _sequence_like(value: Any, items: list[Any]) -> Any:
     return made
 
 
-def _mapping_like(value: Any, items: dict[Any, Any]) -> Any:
+def mapping_like(value: Any, items: dict[Any, Any]) -> Any:
+    """Return a mapping of the class of ``value`` with other values at its keys."""
     if type(value) is dict:
         return items
     made = copy.copy(value)

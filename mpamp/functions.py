@@ -13,7 +13,7 @@ from .castcache import CastCache, is_weight
 from .codegen import caster
 from .containers import autocast_types, map_tensors, tensors_in
 from .policy import CASTABLE, CastPolicy, target_dtype
-from .registry import device_state
+from .registry import get_backend
 from .saved import is_compiling, run_without, scope_now
 
 __all__ = ["casting", "float_function", "lower_precision_function", "promote_function"]
@@ -23,7 +23,6 @@ Tensor = torch.Tensor
 POLICIES = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.FP32, CastPolicy.PROMOTE, CastPolicy.BANNED)
 """What can be done to a function's arguments; the other policies need an op's schema."""
 _is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-_caster = functools.cache(functools.partial(caster, keep=True))
 
 
 def lower_precision_function(function: F) -> F:
@@ -163,7 +162,7 @@ class _Casts:
         target, scope = self.targets[device_type], self.scopes[device_type]
         if scope is None:
             return tensor.to(target)
-        low = _caster(device_state(device_type))(tensor, target, scope)
+        low = caster(get_backend(device_type), keep=True)(tensor, target, scope)
         if scope.cache is not None and is_weight(tensor) and not low.is_inference():
             self.kept.append((scope.cache, tensor, low, low._version))
         return low

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ _LEFT_TO_TORCH = {*_SAME_AS_TORCH, CastPolicy.LOWER_PRECISION_FP, CastPolicy.PRO
 
 _lock = threading.RLock()
 _installed: dict[str, dict[str, torch.library.Library]] = {}
+_overridden: dict[str, set[str]] = {}
+"""Of those, the overloads that have a kernel of torch's, or a vendor's, under ours."""
 _planned: set[tuple[str, OpTable, torch.dtype]] = set()
 
 
@@ -56,16 +58,14 @@ def native_ops(device: DeviceState) -> set[str]:
     return (found - _installed.get(device.type, {}).keys()) | _overridden.get(device.type, set())
 
 
-_overridden: dict[str, set[str]] = {}
-
-
-def _native_policy(device: DeviceState) -> dict[str, Row]:
-    return dict(load_table("native", device.type)) if "native" in table_names(device.type) else {}
+@functools.cache
+def _native_policies(device_type: str) -> Mapping[str, Row]:
+    return load_table("native", device_type) if "native" in table_names(device_type) else {}
 
 
 def needs_kernel(device: DeviceState, table: OpTable, dtype: torch.dtype) -> list[str]:
     """Return the overloads that torch's own kernels don't serve as the table says in regions of ``dtype``."""
-    native, policies = native_ops(device), _native_policy(device)
+    native, policies = native_ops(device), _native_policies(device.type)
     found = []
     for op in sorted(native | set(table)):
         row = table.get(op)
@@ -155,7 +155,7 @@ def _install_one(device: DeviceState, name: str) -> None:
     op = find_overload(name)
     assert op is not None
     is_native = torch._C._dispatch_has_kernel_for_dispatch_key(name, device.key)
-    row = _native_policy(device).get(name) if is_native else None
+    row = _native_policies(device.type).get(name) if is_native else None
     is_left = row is not None and row.policy in _LEFT_TO_TORCH and not device.has_vendor_kernels
     torchs = row.policy if row is not None and is_left else None
     kernel = build(device, op, _native_kernel(device, op) if is_native else None, torchs=torchs)
@@ -165,7 +165,7 @@ def _install_one(device: DeviceState, name: str) -> None:
     library = torch.library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*[Oo]verriding a previously registered kernel")
-        _register(library, rest, kernel, device.key_name)
+        library.impl(rest, kernel, device.key_name, with_keyset=True, allow_override=True)
     _installed[device.type][name] = library
 
 
@@ -174,16 +174,9 @@ def _native_kernel(device: DeviceState, op: OpOverload) -> Callable[..., Any]:
     if hasattr(torch.library, "get_kernel"):
         return torch.library.get_kernel(op, device.key_name).call_boxed
     # Before torch 2.9 a kernel can't be had: follow the policy that torch's has.
-    row = _native_policy(device).get(overload_name(op), Row(None))
+    row = _native_policies(device.type).get(overload_name(op), Row(None))
     scope = _scope.Scope(OpTable.from_rows({overload_name(op): row}, name="native"), None)
     return build(device, op, None, thread=Nowhere, resolve=lambda _: scope)
-
-
-def _register(library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str) -> None:
-    try:
-        library.impl(name, kernel, key, with_keyset=True, allow_override=True)
-    except TypeError:  # torch before 2.8 final
-        library.impl(name, kernel, key, with_keyset=True)
 
 
 _FALLTHROUGH = "_"

@@ -14,7 +14,7 @@ from .errors import OpTableError, nearest
 from .functions import casting
 from .optable import OpTable
 from .policy import CastPolicy
-from .registry import device_state, registered_rules, set_registered_rules
+from .registry import get_backend, registered_rules, set_registered_rules
 
 __all__ = [
     "register",
@@ -243,4 +243,4 @@ def _op_name(op: Any) -> str:
 
 
 def _device_type(device: str | torch.device | None) -> str | None:
-    return None if device is None else device_state(str(device).partition(":")[0]).type
+    return None if device is None else get_backend(device).device_type

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 
 from . import scope as _scope
 from .backends.base import Backend
@@ -26,7 +25,7 @@ class DeviceState:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.type = backend.device_type
-        self.key = autocast_key(backend.autocast_key)
+        self.key = _scope.autocast_key(backend.autocast_key)
         self.key_name = backend.autocast_key
         self.index = len(_devices)
         """The device's place in each thread's list of scopes."""
@@ -42,7 +41,7 @@ class DeviceState:
         self.user_rules: dict[str, Row] = {}
         self.unlisted = _unlisted(self.key_name, backend.op_table())
         self.rules_of_plugins: dict[str, Row] = {}
-        self.table = backend.op_table()
+        self.table: OpTable
         self._apply()
 
     def see_modules(self) -> list[str]:
@@ -117,15 +116,6 @@ class DeviceState:
         if not isinstance(ops, Mapping):
             raise OpTableError(f"ops= takes a mapping from op to policy, or an OpTable; got {type(ops).__name__}.")
         return self.table.override(ops, source="region")
-
-
-def autocast_key(name: str) -> DispatchKey:
-    """Return the dispatch key of that name; some have no member in torch's Python enum."""
-    for number in range(64):
-        key = DispatchKey(number)
-        if torch._C._dispatch_key_name(key) == name:
-            return key
-    raise OpTableError(f"torch has no dispatch key {name!r}.")
 
 
 def _unlisted(key_name: str, table: OpTable) -> dict[str, Row]:

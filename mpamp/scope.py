@@ -23,7 +23,7 @@ import torch.fx.traceback as fx_traceback
 from torch._C import DispatchKey
 
 from .castcache import REGION_CACHE, CastCache
-from .errors import RegionError
+from .errors import OpTableError, RegionError
 from .optable import OpTable
 from .policy import CastPolicy
 
@@ -100,31 +100,32 @@ class _Thread(threading.local):
 THREAD = _Thread()
 
 
+def autocast_key(name: str) -> DispatchKey:
+    """Return the dispatch key of that name; some have no member in torch's Python enum."""
+    for number in range(64):
+        key = DispatchKey(number)
+        if torch._C._dispatch_key_name(key) == name:
+            return key
+    raise OpTableError(f"torch has no dispatch key {name!r}.")
+
+
 # -- The mark ---------------------------------------------------------------------------------------
 
 CARRIERS = ("ipu", "maia", "mtia")
-_KEYS = [
-    next(k for i in range(64) if torch._C._dispatch_key_name(k := DispatchKey(i)) == f"Autocast{name.upper()}")
-    for name in CARRIERS
-]
+_KEYS = [autocast_key(f"Autocast{name.upper()}") for name in CARRIERS]
 FIRST_KEY = _KEYS[0]
 _DIGITS = [torch.float16, torch.bfloat16]  # what torch.autocast accepts, so compiled programs can carry it
 _MORE_DIGITS = [
-    getattr(torch, name)
-    for name in [
-        "float32",
-        "float64",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "bool",
-        "complex64",
-        "complex128",
-        "complex32",
-    ]
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
 ]
+_MORE_DIGITS += [torch.complex64, torch.complex128, torch.complex32]
 
 _State = tuple["torch.dtype | None", ...]
 
@@ -134,7 +135,7 @@ def _states(digits: list[torch.dtype]) -> list[_State]:
 
 
 _few = _states(_DIGITS)
-_STATES = _few + [s for s in _states(_DIGITS + _MORE_DIGITS) if s not in set(_few)]
+_STATES = list(dict.fromkeys(_few + _states(_DIGITS + _MORE_DIGITS)))
 _MARKS = {state: mark for mark, state in enumerate(_STATES)}
 _COMPILED_MARKS = range(1, len(_few))
 _EAGER_MARKS = range(len(_few), len(_STATES))
@@ -285,13 +286,8 @@ class _RunAsCalled(dict["torch.dtype", "_RunAsCalled"]):
         return CastPolicy.FALLTHROUGH
 
 
-class _BackwardScope(Scope):
-    def __init__(self) -> None:
-        super().__init__(OpTable.from_rows({}, name="backward"), None)
-        self.rules = _RunAsCalled()  # type: ignore[assignment]
-
-
-_BACKWARD = _BackwardScope()
+_BACKWARD = Scope(OpTable.from_rows({}, name="backward"), None)
+_BACKWARD.rules = _RunAsCalled()  # type: ignore[assignment]
 
 
 def _traces_backward() -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..containers import _mapping_like, _sequence_like
+from ..containers import mapping_like, sequence_like
 
 __all__ = ["ForwardCast", "cast_forward", "cast_module", "cast_tree", "uncast_forward"]
 
@@ -36,12 +36,12 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
         return value
     if isinstance(value, MutableMapping):
         items = {key: cast_tree(item, dtype) for key, item in value.items()}
-        return value if all(items[key] is item for key, item in value.items()) else _mapping_like(value, items)
+        return value if all(items[key] is item for key, item in value.items()) else mapping_like(value, items)
     if hasattr(value, "to") and callable(value.to):
         return value.to(dtype)
     if isinstance(value, list | tuple):
         found = [cast_tree(item, dtype) for item in value]
-        return value if all(a is b for a, b in zip(found, value, strict=True)) else _sequence_like(value, found)
+        return value if all(a is b for a, b in zip(found, value, strict=True)) else sequence_like(value, found)
     if isinstance(value, set | frozenset):
         found = [cast_tree(item, dtype) for item in value]
         return value if all(a is b for a, b in zip(found, value, strict=True)) else type(value)(found)

@@ -160,9 +160,8 @@ class PluginManager:
         found: dict[str, OpTable] = {}
         for impl in self._pm.hook.mpamp_op_rules.get_hookimpls():
             rules = cast(Callable[..., Mapping[str, Any] | None], impl.function)
-            asked = {"device_type": device_type}
             try:
-                by_dtype = {d: rules(**_accepted(impl, {**asked, "dtype": d})) or {} for d in dtypes}
+                by_dtype = {d: rules(**_accepted(impl, {"device_type": device_type, "dtype": d})) or {} for d in dtypes}
                 ops = sorted({op for rules_of_one in by_dtype.values() for op in rules_of_one})
                 merged = {op: {d: r[op] for d, r in by_dtype.items() if op in r} for op in ops}
                 table = OpTable(merged, device=device_type, source=impl.plugin_name)
@@ -214,7 +213,7 @@ def _names(variable: str) -> set[str]:
 
 
 def _autocast_key_name(device_type: str) -> str | None:
-    if not torch.amp.is_autocast_available(device_type) if _is_device_type(device_type) else True:
+    if not _is_device_type(device_type) or not torch.amp.is_autocast_available(device_type):
         return None
     if device_type == torch._C._get_privateuse1_backend_name():
         return "AutocastPrivateUse1"
