@@ -11,7 +11,7 @@ import torch
 import mpamp
 from mpamp.backends.base import Backend
 from mpamp.cli.output import PROBLEM, dtype_name, print_json, print_table
-from mpamp.cli.plugins import FAULTY, load_all, record
+from mpamp.cli.plugins import load_all, plugins_left_out, record
 from mpamp.errors import MpampError
 from mpamp.kernels import needs_kernel
 from mpamp.plugins.manager import manager
@@ -49,8 +49,7 @@ def _examine() -> dict[str, Any]:
     devices = [_device(mpamp.get_backend(name)) for name in names]
     plugins = [record(info) for info in manager().listing()]
     told = [f"{device}: {problem}" for device, problem in problems.items()]
-    faulty = [p for p in plugins if p["status"] in FAULTY and p["name"] not in problems]
-    told += [f"plugin {p['name']} of {p['distribution']} is left out: {p['error']}" for p in faulty]
+    told += plugins_left_out(but=problems)
     current = "cpu" if accelerator is None else accelerator.type
     return {
         "mpamp": mpamp.__version__,

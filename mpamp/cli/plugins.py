@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import click
@@ -11,7 +12,7 @@ from mpamp.errors import MpampError
 from mpamp.plugins.manager import PluginInfo, manager
 from mpamp.registry import get_backend
 
-__all__ = ["load_all", "plugins", "record"]
+__all__ = ["load_all", "plugins", "plugins_left_out", "record"]
 
 FAULTY = ("failed", "conflict")
 
@@ -47,6 +48,12 @@ def load_all() -> dict[str, str]:
             except MpampError as error:
                 problems[device] = str(error)
     return problems
+
+
+def plugins_left_out(*, but: Container[str] = ()) -> list[str]:
+    """Return a line for each plugin that failed or is in conflict, but those of some names."""
+    faulty = [p for p in map(record, manager().listing()) if p["status"] in FAULTY and p["name"] not in but]
+    return [f"plugin {p['name']} of {p['distribution']} is left out: {p['error']}" for p in faulty]
 
 
 def record(info: PluginInfo) -> dict[str, Any]:

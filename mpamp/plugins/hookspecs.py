@@ -9,6 +9,8 @@ import pluggy
 import torch
 
 if TYPE_CHECKING:
+    import click
+
     from ..backends.base import Backend
     from ..scaler import ScaleEvent, ScalerConfig
 
@@ -50,4 +52,13 @@ def mpamp_scale_event(event: ScaleEvent) -> None:
 
     Called when the host learns of it anyway: in ``scaler.step()``, before the optimizer steps; for a fused optimizer
     on an accelerator only when ``last_step_skipped`` or ``last_step`` is read before the next step.
+    """
+
+
+@hookspec
+def mpamp_cli(app: click.Group) -> None:
+    """Add commands to ``mpamp``, by ``app.add_command()`` or ``@app.command()``.
+
+    Called when the command is asked for a list of its commands, or for one that is not mpamp's own; ``app`` holds those
+    of the plugin alone. A name that is taken is a conflict.
     """

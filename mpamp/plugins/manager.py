@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
@@ -158,26 +158,34 @@ class PluginManager:
     def op_rules(self, device_type: str, dtypes: Iterable[torch.dtype]) -> dict[str, OpTable]:
         """Return the rules that loaded plugins bring for a device, by plugin name."""
         found: dict[str, OpTable] = {}
-        for impl in self._pm.hook.mpamp_op_rules.get_hookimpls():
-            rules = cast(Callable[..., Mapping[str, Any] | None], impl.function)
+        for plugin, rules in self.implementations("mpamp_op_rules"):
             try:
-                by_dtype = {d: rules(**_accepted(impl, {"device_type": device_type, "dtype": d})) or {} for d in dtypes}
+                by_dtype = {d: rules(device_type=device_type, dtype=d) or {} for d in dtypes}
                 ops = sorted({op for rules_of_one in by_dtype.values() for op in rules_of_one})
                 merged = {op: {d: r[op] for d, r in by_dtype.items() if op in r} for op in ops}
-                table = OpTable(merged, device=device_type, source=impl.plugin_name)
+                table = OpTable(merged, device=device_type, source=plugin)
             except Exception as error:
-                self._quarantine(impl.plugin_name, device_type, error)
+                self.leave_out(plugin, f"rules for {device_type}", error)
                 continue
             if table:
-                found[impl.plugin_name] = table
+                found[plugin] = table
         return found
 
-    def _quarantine(self, plugin: str, device_type: str, error: Exception) -> None:
-        """Leave a plugin's rules for a device out, and say so."""
+    def implementations(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
+        """Return the loaded plugins that implement a hook; what does it takes the hook's arguments, by name."""
+        impls: list[pluggy.HookImpl] = getattr(self._pm.hook, hook).get_hookimpls()
+        return [(impl.plugin_name, functools.partial(_call, impl)) for impl in impls]
+
+    def leave_out(self, plugin: str, part: str, error: Exception) -> None:
+        """Say that a part of a loaded plugin failed, and is left out.
+
+        Raises:
+            PluginLoadError: MPAMP_STRICT_PLUGINS is 1.
+        """
         for info in self.infos.values():
             if plugin == f"{info.distribution}:{info.name}":
                 info.status, info.error = "failed", error
-        message = f"the rules of plugin {plugin!r} for {device_type} are left out: {error}"
+        message = f"the {part} of plugin {plugin!r} are left out: {error}"
         if os.environ.get("MPAMP_STRICT_PLUGINS") == "1":
             raise PluginLoadError(message) from error
         warnings.warn(message, MpampWarning, stacklevel=2)
@@ -197,9 +205,10 @@ class PluginManager:
         return [*builtin, *self.infos.values()]
 
 
-def _accepted(impl: pluggy.HookImpl, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a hook's implementation takes; it may leave some out."""
-    return {name: value for name, value in arguments.items() if name in impl.argnames}
+def _call(impl: pluggy.HookImpl, **arguments: Any) -> Any:
+    """Call a hook's implementation, which may leave arguments out."""
+    function = cast(Callable[..., Any], impl.function)
+    return function(**{name: value for name, value in arguments.items() if name in impl.argnames})
 
 
 def _info(point: importlib.metadata.EntryPoint) -> PluginInfo:

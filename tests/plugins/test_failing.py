@@ -120,3 +120,46 @@ def test_block_and_allow_lists(environment: Make, variable: str, value: str, sta
     assert (code, found, problems) == (0, statuses, [])
     if value == "*":
         assert ask(env, "twin", **{variable: value}).startswith("UnknownDeviceError unknown device 'twin'")
+
+
+# -- Commands of plugins -------------------------------------------------------------------------------------
+
+
+def test_a_plugin_s_command(environment: Make) -> None:
+    env = environment("tunes")
+    done = env.mpamp("tune", "440")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "tuned to 440 Hz\n", "")
+    assert "Tune to a PITCH." in env.mpamp("--help").stdout
+    wrong = env.mpamp("tune", "high")
+    assert (wrong.returncode, "'high' is not a valid float" in wrong.stderr) == (2, True)
+    env.uninstall("tunes")
+    assert "No such command 'tune'" in env.mpamp("tune", "440").stderr
+
+
+@pytest.mark.parametrize(
+    ("distribution", "cause"),
+    [
+        ("claims-doctor", "command 'doctor' is claimed by both mpamp and claims-doctor:ops.claims-doctor"),
+        ("nonsense-commands", "AttributeError"),
+    ],
+)
+def test_commands_in_quarantine(environment: Make, distribution: str, cause: str) -> None:
+    env = environment(distribution, "tunes")
+    asked = env.mpamp("--help")
+    assert asked.returncode == 0
+    assert f"of {distribution} is left out" in asked.stderr
+    assert cause in asked.stderr
+    assert "surgeon" not in asked.stdout, "all of its commands or none"
+    assert env.mpamp("tune", "440").stdout == "tuned to 440 Hz\n"
+    assert "claimed" not in env.mpamp("doctor").stdout
+    strict = env.mpamp("tune", "440", MPAMP_STRICT_PLUGINS="1")
+    assert strict.returncode == 1
+    assert f"the commands of plugin '{distribution}:ops.{distribution}' are left out" in strict.stderr
+    assert env.mpamp("tune", "440", MPAMP_STRICT_PLUGINS="1", MPAMP_DISABLE_PLUGINS=distribution).returncode == 0
+
+
+def test_a_missing_command_of_a_broken_plugin_names_the_plugin(environment: Make) -> None:
+    done = environment("raises-on-import").mpamp("tune")
+    assert done.returncode == 2
+    assert "No such command 'tune'" in done.stderr
+    assert "plugin broken of raises-on-import is left out: ImportError" in done.stderr
