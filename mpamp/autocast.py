@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -14,6 +12,8 @@ import torch
 
 from . import scope as _scope
 from .castcache import PERSISTENT_CACHE, REGION_CACHE
+from .compiling import Contexts, left_out_by_itself, run_while_tracing, traced
+from .decorating import decorate
 from .errors import MpampWarning, RegionError, UnsupportedDtypeError
 from .optable import OpTable
 from .policy import CastPolicy
@@ -125,6 +125,7 @@ def _check_dtype(device: Any, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
+@left_out_by_itself
 def autocast(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -164,7 +165,7 @@ def autocast(
         torch.float32
     """
     if is_dynamo_compiling() or _compiler._is_compiling_flag:
-        return _traced(_traced_contexts(device, dtype, enabled, ops))  # type: ignore[return-value]
+        return traced(_traced_contexts(device, dtype, enabled, ops))  # type: ignore[return-value]
     if device is None:
         device = _device_type(None)
     if enabled is True and cache_enabled is True and ops is None and persistent_cache is False:
@@ -284,7 +285,7 @@ class Region:
         Raises:
             TypeError: It isn't callable, or it is a class.
         """
-        return _decorate(function, self._spec.args)
+        return decorate(function, functools.partial(_rebuild, *self._spec.args))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, self._spec.args
@@ -295,6 +296,7 @@ class Region:
         return f"<mpamp region on {spec.device.type}: {state}, table {spec.scope.table.name!r}>"
 
 
+@left_out_by_itself
 def _rebuild(device: str, dtype: Any, enabled: bool, cache: bool, ops: Ops, persistent: bool) -> Region:
     return autocast(device, dtype, enabled, cache, ops=ops, persistent_cache=persistent)
 
@@ -344,104 +346,8 @@ def _take(region: Region, entries: list[tuple[Any, ...]]) -> tuple[Any, ...]:
     return tuple(left)
 
 
-# -- As a decorator ----------------------------------------------------------------------------------
-
-
-def _decorate(function: Any, args: tuple[Any, ...]) -> Any:
-    if isinstance(function, staticmethod | classmethod):
-        return type(function)(_decorate(function.__func__, args))
-    if isinstance(function, type) or not callable(function):
-        raise TypeError(
-            f"a region decorates functions, got {function!r}; for a class, decorate the methods that should run in it."
-        )
-    if inspect.isasyncgenfunction(function):
-        wrapper: Any = _async_generator(function, args)
-    elif inspect.iscoroutinefunction(function):
-        wrapper = _coroutine(function, args)
-    elif inspect.isgeneratorfunction(function):
-        wrapper = _generator(function, args)
-    else:
-
-        def wrapper(*a: Any, **k: Any) -> Any:
-            with _rebuild(*args):
-                return function(*a, **k)
-
-    wrapper.__script_unsupported = "a decorated function is not supported in script mode"
-    return functools.wraps(function)(wrapper)
-
-
-def _steps(steps: Any, args: tuple[Any, ...]) -> Generator[Any, Any, Any]:
-    """Drive a generator or an awaitable's iterator so that each of its steps, and only they, run in the region."""
-    step, sent = steps.send if hasattr(steps, "send") else lambda _: next(steps), None
-    while True:
-        try:
-            with _rebuild(*args):
-                item = step(sent)
-        except StopIteration as stop:
-            return stop.value
-        try:
-            sent = yield item
-            step = steps.send if hasattr(steps, "send") else lambda _: next(steps)
-        except GeneratorExit:
-            with _rebuild(*args):
-                steps.close()
-            raise
-        except BaseException as error:
-            step, sent = steps.throw, error
-
-
-class _Awaitable:
-    __slots__ = ("_args", "_awaitable")
-
-    def __init__(self, awaitable: Any, args: tuple[Any, ...]) -> None:
-        self._awaitable, self._args = awaitable, args
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return _steps(self._awaitable.__await__(), self._args)
-
-
-def _generator(function: Any, args: tuple[Any, ...]) -> Any:
-    def wrapper(*a: Any, **k: Any) -> Any:
-        return (yield from _steps(function(*a, **k), args))
-
-    return wrapper
-
-
-def _coroutine(function: Any, args: tuple[Any, ...]) -> Any:
-    async def wrapper(*a: Any, **k: Any) -> Any:
-        return await _Awaitable(function(*a, **k), args)
-
-    return wrapper
-
-
-def _async_generator(function: Any, args: tuple[Any, ...]) -> Any:
-    async def wrapper(*a: Any, **k: Any) -> Any:
-        generator = function(*a, **k)
-        step = generator.asend(None)
-        try:
-            while True:
-                try:
-                    item = await _Awaitable(step, args)
-                except StopAsyncIteration:
-                    return
-                try:
-                    step = generator.asend((yield item))
-                except GeneratorExit:
-                    raise
-                except BaseException as error:
-                    step = generator.athrow(error)
-        finally:
-            await _Awaitable(generator.aclose(), args)
-
-    return wrapper
-
-
-# -- In programs that are being compiled or exported --------------------------------------------------
-
-
-def _traced_contexts(
-    device: str | torch.device | None, dtype: torch.dtype | None, enabled: bool, ops: Ops
-) -> tuple[tuple[str, torch.dtype, bool], ...]:
+@run_while_tracing
+def _traced_contexts(device: str | torch.device | None, dtype: torch.dtype | None, enabled: bool, ops: Ops) -> Contexts:
     """Return the torch.autocast regions that carry a region of ours through a program."""
     from .kernels import install
 
@@ -458,30 +364,3 @@ def _traced_contexts(
     mark = _scope.compose_mark(_scope.read_mark(), spec.device.type, table, is_compiled=True)
     install(spec.device, spec.scope.table if table is None else table, run_dtype)
     return ((spec.device.type, run_dtype, True), *_scope.mark_contexts(mark))
-
-
-_traced_contexts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it, and keeps the result
-
-
-def _traced(contexts: tuple[tuple[str, torch.dtype, bool], ...]) -> contextlib.AbstractContextManager[None]:
-    return _traced_device(*contexts) if len(contexts) == 1 else _traced_region(*contexts)
-
-
-# In both, torch's cache is on: kernels take it as the sign to look for a mark.
-
-
-@contextlib.contextmanager
-def _traced_device(device: Any) -> Iterator[None]:
-    with torch.autocast(device[0], dtype=device[1], enabled=device[2], cache_enabled=True):
-        yield
-
-
-@contextlib.contextmanager
-def _traced_region(device: Any, first: Any, second: Any, third: Any) -> Iterator[None]:
-    with (
-        torch.autocast(device[0], dtype=device[1], enabled=device[2], cache_enabled=True),
-        torch.autocast(first[0], dtype=first[1], enabled=first[2], cache_enabled=True),
-        torch.autocast(second[0], dtype=second[1], enabled=second[2], cache_enabled=True),
-        torch.autocast(third[0], dtype=third[1], enabled=third[2], cache_enabled=True),
-    ):
-        yield

@@ -16,11 +16,11 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._dynamo import eval_frame
 from torch._ops import OpOverload
 
 from . import scope as _scope
 from .castcache import is_weight
+from .compiling import left_out_by_itself
 from .eligibility import find_overload, is_in_place, overload_name
 from .oplists import lower_precision_ops
 from .optable import APPEND_DTYPE
@@ -43,10 +43,6 @@ _FAST: dict[str, Callable[..., Any]] = {
 _ARITHMETIC = "add sub mul div multiply divide subtract true_divide floor_divide rsub remainder"
 TAKE_NUMBERS = {f"aten::{name}{suffix}" for name in _ARITHMETIC.split(" ") for suffix in ("", "_")}
 """Ops whose kernel is given a number where the call had one in a tensor's place."""
-
-# Dynamo must not compile kernels that the eager part of a compiled function comes to.
-_set_strategy = eval_frame.set_code_exec_strategy
-_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 Resolve = Callable[["DeviceState"], "_scope.Scope | None"]
 
@@ -125,8 +121,7 @@ def build(
     exec(_compiled(source), environment)
     kernel: FunctionType = environment["kernel"]
     kernel.__code__ = kernel.__code__.replace(co_filename=file, co_name=name)  # for profilers and tracebacks
-    _set_strategy(kernel.__code__, _SKIP)
-    return kernel
+    return left_out_by_itself(kernel)
 
 
 @functools.cache

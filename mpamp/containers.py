@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .compiling import run_while_tracing
+
 __all__ = ["autocast_types", "has_autocast", "map_tensors", "mapping_like", "sequence_like", "tensors_in"]
 
 Tensor = torch.Tensor
@@ -86,6 +88,7 @@ def mapping_like(value: Any, items: dict[Any, Any]) -> Any:
     return made
 
 
+@run_while_tracing  # torch 2.8 can't compile it
 def has_autocast(device_type: str) -> bool:
     """Tell whether torch has autocast state for a device type, so not for ``meta``.
 
@@ -94,9 +97,6 @@ def has_autocast(device_type: str) -> bool:
         (True, False)
     """
     return torch.amp.is_autocast_available(device_type)
-
-
-has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch 2.8 can't compile it
 
 
 def autocast_types(tensors: Iterable[Tensor]) -> tuple[str, ...]:

@@ -9,10 +9,11 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.autograd.function import FunctionCtx
 
+from .compiling import is_compiling
 from .containers import autocast_types, has_autocast, map_tensors, tensors_in
 from .errors import RegionError
 from .registry import device_state
-from .saved import DeviceAutocast, is_compiling, run_in, run_without
+from .saved import DeviceAutocast, run_in, run_without
 from .setuplink import SetupLink, watch, watch_while_tracing
 
 __all__ = ["custom_bwd", "custom_fwd"]

@@ -11,10 +11,11 @@ import torch
 
 from .castcache import CastCache, is_weight
 from .codegen import caster
+from .compiling import is_compiling
 from .containers import autocast_types, map_tensors, tensors_in
 from .policy import CASTABLE, CastPolicy, target_dtype
 from .registry import get_backend
-from .saved import is_compiling, run_without, scope_now
+from .saved import run_without, scope_now
 
 __all__ = ["casting", "float_function", "lower_precision_function", "promote_function"]
 

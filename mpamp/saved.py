@@ -12,16 +12,12 @@ import torch
 from . import scope as _scope
 from .autocast import autocast
 from .castcache import PERSISTENT_CACHE
+from .compiling import is_compiling
 from .registry import devices_in_use
 
-__all__ = ["DeviceAutocast", "is_compiling", "run_in", "run_without", "scope_now"]
+__all__ = ["DeviceAutocast", "run_in", "run_without", "scope_now"]
 
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
-
-
-def is_compiling() -> bool:
-    """Tell whether Dynamo or export is tracing: torch's own regions are used then, for they understand those."""
-    return torch.compiler.is_compiling()
 
 
 def scope_now(device_type: str) -> _scope.Scope | None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .compiling import run_while_tracing
+
 __all__ = ["SetupLink", "watch", "watch_while_tracing"]
 
 _keys = itertools.count()
@@ -72,6 +74,7 @@ def watch(key: int) -> bool:
     return _links[key].watch()
 
 
+@run_while_tracing
 def watch_while_tracing(key: int) -> None:
     """Have the link of that key watch its Functions while Dynamo is tracing its forward."""
     watch(key)
@@ -79,9 +82,6 @@ def watch_while_tracing(key: int) -> None:
         from torch._dynamo.exc import RestartAnalysis
 
         raise RestartAnalysis(restart_reason="mpamp has found the setup_context of a decorated forward")
-
-
-watch_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it
 
 
 def _subclasses(cls: type) -> list[type]:

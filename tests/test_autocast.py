@@ -27,6 +27,12 @@ ROOT = Path(__file__).parents[1]
 HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DEVICES = ("cpu", "cuda", "xpu", "hpu", "xla", "mps", "mtia", "maia", "ipu")
 
+needs_torchs_kernels = pytest.mark.xfail(
+    not hasattr(torch.library, "get_kernel"),
+    reason="this torch doesn't give out its own kernels: those that mpamp replaced don't run outside of its regions",
+    strict=True,
+)
+
 
 def autocast_state(devices: tuple[str, ...] = DEVICES) -> dict[str, Any]:
     """Return what torch keeps about autocast for the calling thread."""
@@ -1171,6 +1177,7 @@ def test_region_inside_torch_autocast_wins_and_gives_it_back() -> None:
         assert mm_dtype() is HALF
 
 
+@needs_torchs_kernels
 def test_torch_s_cache_works_again_after_a_region_inside() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2))
     with WeightCastCounter([weight]) as casts, torch.autocast("cpu", BRAIN):
@@ -1195,11 +1202,13 @@ def test_the_spread_runs_with_kernels_of_ours_installed(spread: dict[str, Any]) 
     assert len(spread["before"]) > 150
 
 
+@needs_torchs_kernels
 def test_plain_torch_autocast_gives_the_same_results_as_without_mpamp(spread: dict[str, Any]) -> None:
     before, after = spread["before"], spread["after"]
     assert {call: (before[call], after[call]) for call in before if before[call] != after[call]} == {}
 
 
+@needs_torchs_kernels
 def test_plain_torch_autocast_casts_weights_as_often_as_without_mpamp(spread: dict[str, Any]) -> None:
     assert spread["casts_after"] == spread["casts_before"]
     assert spread["casts_before"] == {"trainable": 1, "frozen": 6, "uncached": 6, "two regions": 2}
