@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 __all__ = ["CacheInfo", "CastCache", "cache_info", "clear_cache", "is_weight"]
@@ -69,15 +68,14 @@ class _Linked(torch.autograd.Function):
 class _Entry:
     """One cast, and what must still be true of the weight for it to count."""
 
-    __slots__ = ("data_ptr", "graph", "is_inference", "low", "numel", "storage", "stride", "version", "weight")
+    __slots__ = ("graph", "is_inference", "low", "state", "storage", "weight")
 
     def __init__(self, weight: Tensor, low: Tensor, ref: weakref.ref[Tensor]) -> None:
         self.low, self.weight, self.is_inference = low, ref, low.is_inference()
         self.graph: weakref.ref[Tensor] | None = None
-        self.version, self.data_ptr = weight._version, weight.data_ptr()
-        self.stride, self.numel = weight.stride(), weight.numel()
-        # The weak reference keeps the storage's identity from being reused, without keeping its memory.
-        self.storage = StorageWeakRef(weight.untyped_storage())
+        self.state = (weight._version, weight.data_ptr(), weight.stride(), weight.numel())
+        # A storage's Python object lives as long as the storage: other memory at the same address isn't taken for it.
+        self.storage = weakref.ref(weight.untyped_storage())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +106,8 @@ class CastCache(threading.local):
         entry = self.entries.get((id(tensor), dtype))
         if (
             entry is None
-            or entry.version != tensor._version
-            or entry.data_ptr != tensor.data_ptr()
-            or entry.storage.cdata != tensor.untyped_storage()._cdata
-            or entry.stride != tensor.stride()
-            or entry.numel != tensor.numel()
+            or entry.state != (tensor._version, tensor.data_ptr(), tensor.stride(), tensor.numel())
+            or entry.storage() is not tensor.untyped_storage()
         ):
             return None
         if not _is_grad_enabled():

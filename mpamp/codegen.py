@@ -225,7 +225,7 @@ def caster(backend: Backend, *, keep: bool) -> Callable[[torch.Tensor, torch.dty
     return cast
 
 
-_WRITTEN = {"running_mean", "running_var"}
+WRITTEN = {"running_mean", "running_var"}
 """Arguments that normalization layers write into, though their schemas don't say so: a cast would lose the update."""
 
 
@@ -244,7 +244,7 @@ def kernel_source(op: OpOverload, torchs: CastPolicy | None = None) -> str:
     positional, keywords = [i for i, a in arguments if not a.kwarg_only], [i for i, a in arguments if a.kwarg_only]
     head = ["_keys", *(signed[i] for i in positional), *(["*"] if keywords else []), *(signed[i] for i in keywords)]
     passed = ", ".join([*(names[i] for i in positional), *(f"{arguments[i][1].name}={names[i]}" for i in keywords)])
-    tensors = [(names[i], str(a.type)) for i, a in arguments if "Tensor" in str(a.type) and a.name not in _WRITTEN]
+    tensors = [(names[i], str(a.type)) for i, a in arguments if "Tensor" in str(a.type) and a.name not in WRITTEN]
     if op._schema.name in TAKE_NUMBERS:
         tensors = [(name, "Number") for name, _ in tensors]
     left = [] if torchs is None or is_in_place(op) else _short_body(torchs, tensors, passed)

@@ -34,8 +34,6 @@ _CACHELESS = {
     "aten::linalg_vecdot",
 }
 """Ops whose arguments are activations: torch's own kernel serves them as well as ours would."""
-_TORCH_ONLY = {"aten::_cudnn_rnn", "aten::miopen_rnn"}
-"""Ops whose kernel in torch does more than cast: it lays the weights out anew."""
 _SAME_AS_TORCH = {CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP32_APPEND_DTYPE}
 
 _LEFT_TO_TORCH = {*_SAME_AS_TORCH, CastPolicy.LOWER_PRECISION_FP, CastPolicy.PROMOTE}
@@ -82,7 +80,7 @@ def _is_torchs(op: str, policy: CastPolicy | None, native: Row | None) -> bool:
         return True
     if native is None or policy is not native.policy:
         return False
-    return policy in _SAME_AS_TORCH or op in _CACHELESS or op in _TORCH_ONLY
+    return policy in _SAME_AS_TORCH or op in _CACHELESS
 
 
 # -- Installing and withdrawing ----------------------------------------------------------------------
@@ -95,12 +93,12 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> None:
     """
     with _lock:
         _prepare_once()
+        if device.type in _installed and device.see_modules():
+            _reinstall(device)
         if device.type not in _installed:
             device.backend.prepare()
             _installed[device.type], _overridden[device.type] = {}, set()
             _add_fallthrough(device)
-        elif device.see_modules():
-            _reinstall(device)
         if (device.type, table, dtype) not in _planned:
             for op in needs_kernel(device, table, dtype):
                 if op not in _installed[device.type]:

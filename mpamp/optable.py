@@ -22,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Difference", "OpTable", "Row", "parse_dtype"]
+__all__ = ["Difference", "OpTable", "Row", "check_row", "parse_dtype"]
 
 ANY_DEVICE = "any"
 _TORCH = ".".join(torch.__version__.split(".")[:2])
@@ -234,14 +234,17 @@ class OpTable(Mapping[str, Row]):
         return [Difference(op, left, right) for op, left, right in pairs if left != right]
 
     def to_toml(self) -> str:
-        """Return the table as TOML text that ``from_toml`` reads back to an equal table."""
+        """Return the table as TOML text that ``from_toml`` reads back to an equal table.
+
+        Ops that a vendor's module has kernels for and no table knows are left out: they are this process's.
+        """
         is_foreign = any(find_overload(op) is None for op in self._rows)
         version = "another" if is_foreign else _TORCH
         lines = [f"name = {_quote(self.name)}", f"device = {_quote(self.device)}", f"torch = {_quote(version)}"]
         lines += ["", "[ops]"]
         for op, row in self._rows.items():
             if not row.policies():
-                continue  # torch's own kernel, whatever it does
+                continue  # somebody's own kernel, whatever it does
             cells = {str(d).removeprefix("torch."): str(p) for d, p in row.by_dtype}
             if row.policy is not None and cells:
                 cells["default"] = str(row.policy)
@@ -313,7 +316,7 @@ def _parse_rules(rules: Mapping[str, Any], source: str, *, is_foreign: bool = Fa
             other = decided.get(overload)
             if other is not None and _precision(other) == _precision(op) and rows[overload] != row:
                 raise OpTableError(f"{other!r} and {op!r} both name {overload}, and give it different policies.")
-            _check(overload, row)
+            check_row(overload, row)
             rows[overload], decided[overload] = row, op
     return rows
 
@@ -359,7 +362,12 @@ APPEND_DTYPE = {
 """Overloads that ``fp32_append_dtype`` serves, and the ones that take the dtype."""
 
 
-def _check(overload: str, row: Row) -> None:
+def check_row(overload: str, row: Row) -> None:
+    """Refuse a row that the op's schema can't serve.
+
+    Raises:
+        OpTableError: It says why.
+    """
     op = find_overload(overload)
     policies = row.policies()
     if op is None:

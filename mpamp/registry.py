@@ -42,7 +42,7 @@ class DeviceState:
         self.unlisted = _unlisted(self.key_name, backend.op_table())
         self.rules_of_plugins: dict[str, Row] = {}
         self.table: OpTable
-        self._apply()
+        self.apply()
 
     def see_modules(self) -> list[str]:
         """Return the watched modules that were imported since the last call."""
@@ -61,7 +61,8 @@ class DeviceState:
             spec.is_quick = False
         self.quick_specs.clear()
 
-    def _apply(self) -> None:
+    def apply(self) -> None:
+        """Put the table in force together anew, from what the backend, plugins and the user say now."""
         base = self.backend.op_table()
         table = OpTable.from_rows({**base, **self.unlisted}, name=base.name, device=self.type)
         registered = {**_registered.get(None, {}), **_registered.get(self.type, {})}
@@ -78,7 +79,7 @@ class DeviceState:
         """Replace the user's process-wide rules."""
         _scope.record_default(self.type, self.table)
         self.user_rules = rules
-        self._apply()
+        self.apply()
         _forget_compiled_code()
 
     def add_plugin_rules(self, rules: Mapping[str, OpTable]) -> None:
@@ -101,7 +102,7 @@ class DeviceState:
                     )
                 merged[op] = Row(row.policy, row.by_dtype, plugin).over(other)
         self.rules_of_plugins = merged
-        self._apply()
+        self.apply()
 
     def table_for(self, ops: Mapping[str, Any] | OpTable) -> OpTable:
         """Return the table of a region with these ``ops=``.

@@ -97,6 +97,19 @@ def test_installing_twice_adds_nothing(cpu):
     assert kernels.installed("cpu") == before
 
 
+def test_a_vendor_module_may_be_imported_where_no_kernel_is_planned(cpu, monkeypatch):
+    region = mpamp.autocast("cpu", BF16)
+    with region:
+        pass
+    kernels.tidy(cpu)  # forgets which tables the kernels are there for
+    monkeypatch.setattr(cpu, "has_vendor_kernels", False)
+    monkeypatch.setattr(cpu, "unseen_modules", (*cpu.unseen_modules, "json"))
+    cpu.invalidate()
+    with region:
+        assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype is BF16
+    kernels.withdraw(cpu)
+
+
 def test_a_vendor_module_imported_later_does_not_stay_on_top(cpu, tmp_path, monkeypatch):
     """Intel's extension registers Autocast kernels of its own when it is imported."""
     (tmp_path / "vendor_of_kernels.py").write_text(

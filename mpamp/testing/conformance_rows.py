@@ -12,10 +12,10 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..codegen import _WRITTEN
+from ..codegen import WRITTEN
 from ..eligibility import find_overload, is_in_place
 from ..errors import BannedOpError
-from ..optable import APPEND_DTYPE, Row, _check
+from ..optable import APPEND_DTYPE, Row, check_row
 from ..policy import CASTABLE, CastPolicy, target_dtype
 from .conformance_arguments import Call, Maker, arguments
 from .conformance_report import Inapplicable, require
@@ -59,7 +59,7 @@ def _check_row(subject: Subject, name: str, row: Row) -> None:
     op = find_overload(name)
     if op is None:
         raise Inapplicable("this torch has no such op")
-    _check(name, row)
+    check_row(name, row)
     with subject.tensors():
         for lower in subject.backend.lower_precision_dtypes:
             policy = row.at(lower)
@@ -141,7 +141,7 @@ def _expected(
         defaults = [a.default_value for a in op._schema.arguments[len(args) :] if a.name not in kwargs]
         return _call(find_overload(APPEND_DTYPE[name]), ((*args, *defaults), {**kwargs, "dtype": FULL}))
     names = {a.name: i for i, a in enumerate(op._schema.arguments)}
-    left = {names[n] for n in _WRITTEN if n in names} | ({0} if is_in_place(op) else set())
+    left = {names[n] for n in WRITTEN if n in names} | ({0} if is_in_place(op) else set())
     given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     is_eligible = subject.backend.tensor_check()
     dtypes = [t.dtype for t in given if t.dtype in CASTABLE and is_eligible(t)]

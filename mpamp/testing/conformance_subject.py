@@ -93,4 +93,4 @@ def in_force(backend: Backend) -> Iterator[DeviceState]:
 def _stand_in(state: DeviceState, backend: Backend) -> None:
     withdraw(state)  # kernels ask the backend which tensors are on its device when they are built
     state.backend = backend
-    state._apply()
+    state.apply()

@@ -51,7 +51,12 @@ def test_every_op_is_shown_as_its_table_and_the_kernels_have_it(device: str, dty
 
 
 def test_an_op_means_all_its_overloads() -> None:
-    report = _json("ops", "--device", "cpu", "softmax", "linear", "relu")
+    report = _json("ops", "--device", "cpu", "conv2d")
+    assert [op["op"] for op in report["ops"]] == ["aten::conv2d", "aten::conv2d.padding"]
+
+
+def test_an_op_that_is_not_listed_is_shown_too() -> None:
+    report = _json("ops", "--device", "cpu", "softmax.int", "linear", "relu")
     assert [op["op"] for op in report["ops"]] == ["aten::softmax.int", "aten::linear", "aten::relu"]
     assert [op["policy"] for op in report["ops"]] == [None, "lower_precision_fp", None]
     assert [op["kernel"] for op in report["ops"]] == ["none", "mpamp", "none"]
@@ -66,7 +71,7 @@ def test_who_decided_is_named(tmp_path: Path) -> None:
     finally:
         mpamp.set_op_rules("cpu", None)
     assert [op["source"] for op in by_rules["ops"]] == ["user", "native"]
-    by_file = _json("ops", "--device", "cpu", "--table", str(file), "softmax")
+    by_file = _json("ops", "--device", "cpu", "--table", str(file), "softmax.int")
     assert [(op["source"], op["kernel"]) for op in by_file["ops"]] == [(str(file), "mpamp")]
     assert _json("ops", "--device", "cuda", "fft_fft")["ops"][0]["source"] == "default"
 

@@ -28,8 +28,8 @@ class Difference:
     devices: tuple[str, ...]
     forms: tuple[str, ...]
     """Of the forms in observe.py, those that differ."""
-    becomes: Literal["as called", "in float32"]
-    """What a region does: what happens with no autocast at all, in the same dtypes or in float32."""
+    becomes: Literal["as called", "in float32", "in the region's dtype"]
+    """What a region does: what happens with no autocast at all, in the same dtypes, in float32 or in its dtype."""
     torch: str
     mpamp: str
     why: str
@@ -57,7 +57,16 @@ DIFFERENCES = [
         "casts the other arguments and leaves the float64 ones: most ops then raise on the mix",
         "a call with any float64 argument runs as it was called",
         "float64 in a call is asked for; half a cast only adds a second dtype to the error",
-        but=("scaled_dot_product_attention", "_scaled_dot_product_flash_attention", "linalg_vecdot", "_cudnn_rnn"),
+        but=("scaled_dot_product_attention", "_scaled_dot_product_flash_attention", "linalg_vecdot"),
+    ),
+    Difference(
+        "_cudnn_rnn",
+        ("cuda",),
+        SINGLE,
+        "in the region's dtype",
+        "casts to float16, in a bfloat16 region too, and lays the weights out anew at each call",
+        "casts to the region's dtype, each weight once and the buffer that holds them all as a whole",
+        "bfloat16 was asked for: float16 overflows where it doesn't",
     ),
     Difference(
         "promote",

@@ -26,6 +26,11 @@ def x() -> torch.Tensor:
     return torch.ones(2, 8)
 
 
+@pytest.mark.xfail(
+    not hasattr(torch.library, "get_kernel"),
+    reason="once mpamp's kernels are there, torch 2.8 casts at each use",
+    strict=False,
+)
 def test_trainable_weight_is_cast_once_by_torch(layer: torch.nn.Linear, x: torch.Tensor) -> None:
     with WeightCastCounter(layer) as casts, _autocast():
         layer(layer(layer(x)))
