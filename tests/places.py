@@ -46,7 +46,7 @@ def place_of(item: pytest.Item) -> str:
         return str(marker.args[0])
     callspec: Any = getattr(item, "callspec", None)
     place = callspec.params.get("place") if callspec is not None else None
-    if isinstance(place, str):
+    if isinstance(place, str) and is_device(place.removeprefix(_FAKE)):
         return place
     if item.get_closest_marker("accelerator") is not None:
         here = torch.accelerator.current_accelerator(check_available=True)
@@ -60,13 +60,27 @@ def place_of(item: pytest.Item) -> str:
 
 
 @functools.cache
+def is_device(name: str) -> bool:
+    """Tell whether torch knows a device type of that name."""
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+@functools.cache
 def absence(place: str) -> str:
     """Return why nothing can run at a place; empty if it can."""
     device = place.removeprefix(_FAKE)
     if place == ANY:
         return "there is no accelerator on this machine"
-    if place in ("cpu", "plugin") or place != device:
+    if place in ("cpu", "plugin"):
         return ""
+    if place != device:
+        card = torch.accelerator.current_accelerator(check_available=True)
+        is_other = card is not None and card.type != device
+        return f"beside another card, {device} tensors can't be faked" if is_other else ""
     module = getattr(torch, device, None)
     return "" if module is not None and module.is_available() else f"there is no {device} device on this machine"
 

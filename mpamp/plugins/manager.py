@@ -85,7 +85,7 @@ class PluginManager:
             raise UnknownDeviceError(
                 f"unknown device {device_type!r}{nearest(device_type, known)} Known devices: {', '.join(known)}. "
                 f"A plugin brings another: pip install a distribution with an entry point {device_type!r} in the "
-                f"group {GROUP!r}."
+                f"group {GROUP!r}, by convention called mpamp-{device_type}."
             )
         return TorchNativeBackend(device_type, key)
 

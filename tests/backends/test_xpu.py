@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional as F
 
 import mpamp
-from tests.parity.observe import is_here, observe, overload, tensors_at
+from tests.parity.observe import observe, overload, tensors_at
 
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 XPU = "fake xpu"
-on_xpu = pytest.mark.skipif(not is_here(XPU), reason="beside another card, xpu tensors can't be faked")
+pytestmark = pytest.mark.place(XPU)
 
 # https://intel.github.io/intel-extension-for-pytorch: "Auto Mixed Precision (AMP) on GPU", its three lists
 LOWER = ["conv1d", "conv2d", "conv3d", "bmm", "baddbmm", "addmm", "linear", "matmul", "_convolution", "convolution"]
@@ -44,7 +44,6 @@ def test_intel_has_fourteen_ffts() -> None:
     assert len(FFT) == 14
 
 
-@on_xpu
 @pytest.mark.parametrize("form", ["float32", "lower", "float32, lower", "other"])
 @pytest.mark.parametrize("lower", [BRAIN, HALF])
 @pytest.mark.parametrize("op", LOWER)
@@ -54,7 +53,6 @@ def test_lower_precision(op: str, lower: torch.dtype, form: str) -> None:
     assert not any("float32" in called for called in observation["ops"])
 
 
-@on_xpu
 @pytest.mark.parametrize("form", ["float32", "lower", "other"])
 @pytest.mark.parametrize("lower", [BRAIN, HALF])
 @pytest.mark.parametrize("op", FULL_PRECISION)
@@ -64,7 +62,6 @@ def test_float32(op: str, lower: torch.dtype, form: str) -> None:
     assert not any("float16" in called for called in observation["ops"])  # nor bfloat16
 
 
-@on_xpu
 @pytest.mark.parametrize(
     ("form", "out"), [("float32", FULL), ("lower", None), ("float32, lower", FULL), ("lower, other", FULL)]
 )
@@ -74,7 +71,6 @@ def test_promote(op: str, lower: torch.dtype, form: str, out: torch.dtype | None
     assert _gives(_observe(op, lower, form), out or lower)
 
 
-@on_xpu
 def test_functions_of_torch_nn() -> None:
     with tensors_at(XPU), mpamp.autocast("xpu"):
         x = torch.rand(4, 4, device="xpu")
@@ -89,13 +85,11 @@ def test_functions_of_torch_nn() -> None:
         assert torch.cat([hidden, x]).dtype is FULL
 
 
-@on_xpu
 def test_log_softmax_is_cast_first_and_given_the_dtype_asked_for() -> None:
     with tensors_at(XPU), mpamp.autocast("xpu"):
         assert torch.rand(4, 4, device="xpu").log_softmax(0, dtype=HALF).dtype is HALF
 
 
-@on_xpu
 def test_tensors_of_other_devices_are_left() -> None:
     with tensors_at(XPU), mpamp.autocast("xpu"):
         assert torch.mm(torch.rand(4, 4), torch.rand(4, 4)).dtype is FULL
@@ -109,7 +103,6 @@ def test_default_dtype(device: str, dtype: torch.dtype) -> None:
     assert mpamp.get_backend(device).default_dtype is dtype
 
 
-@on_xpu
 def test_default_dtype_is_the_regions() -> None:
     with tensors_at(XPU), mpamp.autocast("xpu"):
         assert torch.get_autocast_dtype("xpu") is BRAIN
