@@ -184,6 +184,14 @@ def _region_of(device: Any, dtype: Any, enabled: bool, cache: bool, ops: Ops, pe
     return region
 
 
+def forget_regions(device_type: str) -> None:
+    """Have ``autocast`` make its regions of a device anew: another backend decides what they may be."""
+    made: dict[Any, Region]
+    for made in (_regions, _plain):
+        for key in [key for key, region in made.items() if region.device_type == device_type]:
+            del made[key]
+
+
 def _hashable(ops: Any) -> Any:
     if isinstance(ops, Mapping) and not isinstance(ops, OpTable):
         return frozenset((op, rule if isinstance(rule, str) else repr(rule)) for op, rule in ops.items())

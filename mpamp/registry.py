@@ -150,7 +150,7 @@ def device_state(device_type: str) -> DeviceState:
 
     Raises:
         UnknownDeviceError: No backend covers it.
-        PluginLoadError: Its plugin can't be loaded.
+        PluginLoadError: Its plugin can't be loaded, or its backend fails when it is asked for its table.
     """
     found = _devices.get(device_type)
     if found is not None:
@@ -159,7 +159,12 @@ def device_state(device_type: str) -> DeviceState:
 
     with _lock:
         if device_type not in _devices:
-            state = DeviceState(manager().backend(device_type))
+            backend = manager().backend(device_type)
+            try:
+                state = DeviceState(backend)
+            except Exception as error:
+                manager().refuse(device_type, error)
+                raise
             rules = manager().op_rules(state.type, state.backend.lower_precision_dtypes)
             if rules:
                 state.add_plugin_rules(rules)

@@ -46,7 +46,12 @@ def _examine() -> dict[str, Any]:
             names.append(accelerator.type)
         except MpampError as error:
             problems[accelerator.type] = str(error)
-    devices = [_device(mpamp.get_backend(name)) for name in names]
+    devices = []
+    for name in names:
+        try:
+            devices.append(_device(mpamp.get_backend(name)))
+        except Exception as error:  # a plugin's backend may raise anything
+            problems[name] = f"its backend can't say what it is: {error!r}"
     plugins = [record(info) for info in manager().listing()]
     told = [f"{device}: {problem}" for device, problem in problems.items()]
     told += plugins_left_out(but=problems)

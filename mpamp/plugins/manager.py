@@ -46,7 +46,7 @@ class PluginManager:
     def __init__(self, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> None:
         self._pm = pluggy.PluginManager(hookspecs.PROJECT)
         self._pm.add_hookspecs(hookspecs)
-        self._backends: dict[str, tuple[Backend, str]] = {}
+        self._backends: dict[str, tuple[Backend, PluginInfo | None]] = {}
         points = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
         self._points = list(points)
         self.infos: dict[int, PluginInfo] = {i: _info(point) for i, point in enumerate(self._points)}
@@ -72,11 +72,20 @@ class PluginManager:
             return self._backends[device_type][0]
         for info in self.infos.values():
             if info.name == device_type and info.error is not None:
-                raise PluginLoadError(
-                    f"the plugin for device {device_type!r} ({info.distribution} {info.version}) failed to load: "
-                    f"{info.error!r}. Mend or uninstall {info.distribution}."
-                ) from info.error
+                raise _load_error(info) from info.error
         return self._native(device_type)
+
+    def refuse(self, device_type: str, error: Exception) -> None:
+        """Take back what a plugin brought for a device: its backend failed when it was asked about itself.
+
+        Raises:
+            PluginLoadError: Always, but for mpamp's own backends.
+        """
+        _, info = self._backends.get(device_type, (None, None))
+        if info is not None:
+            info.status, info.error = "failed", error
+            del self._backends[device_type]
+            raise _load_error(info) from error
 
     def _native(self, device_type: str) -> Backend:
         key = _autocast_key_name(device_type)
@@ -100,7 +109,7 @@ class PluginManager:
             if info.status == "found" and (point.name == device_type or point.name.startswith(PACK_PREFIX)):
                 self._load_point(point, info)
         if device_type in BUILTIN and not self._pm.has_plugin(BUILTIN[device_type]):
-            self._register(importlib.import_module(BUILTIN[device_type]), BUILTIN[device_type], "mpamp")
+            self._register(importlib.import_module(BUILTIN[device_type]), BUILTIN[device_type], None)
 
     def _load_point(self, point: importlib.metadata.EntryPoint, info: PluginInfo) -> None:
         try:
@@ -111,7 +120,7 @@ class PluginManager:
                     f"{info.distribution} needs plugin API {needed}, this mpamp speaks {hookspecs.API_VERSION}; "
                     "install matching versions."
                 )
-            self._register(module, f"{info.distribution}:{info.name}", info.distribution)
+            self._register(module, f"{info.distribution}:{info.name}", info)
             info.status = "loaded"
         except PluginConflictError as conflict:
             info.status, info.error = "conflict", conflict
@@ -128,7 +137,7 @@ class PluginManager:
                 stacklevel=2,
             )
 
-    def _register(self, module: ModuleType | object, name: str, distribution: str) -> None:
+    def _register(self, module: ModuleType | object, name: str, info: PluginInfo | None) -> None:
         self._pm.register(module, name)
         try:
             self._pm.check_pending()
@@ -138,20 +147,21 @@ class PluginManager:
                 if not isinstance(backend, Backend):
                     raise TypeError(f"mpamp_backends of {name} returned {backend!r}, not a mpamp.Backend")
             for backend in backends:
-                self._claim(backend, distribution)
+                self._claim(backend, info)
         except Exception:
             self._pm.unregister(name=name)  # none of its other hooks may be called
             raise
 
-    def _claim(self, backend: Backend, distribution: str) -> None:
-        device, owner = backend.device_type, self._backends.get(backend.device_type)
-        replaces = device in BUILTIN and distribution != "mpamp"
-        if owner is None and (not replaces or backend.replaces_builtin):
-            self._backends[device] = (backend, distribution)
-        elif distribution != "mpamp":
-            other = "mpamp" if owner is None else owner[1]
+    def _claim(self, backend: Backend, info: PluginInfo | None) -> None:
+        device, owned = backend.device_type, self._backends.get(backend.device_type)
+        replaces = device in BUILTIN and info is not None
+        if owned is None and (not replaces or backend.replaces_builtin):
+            self._backends[device] = (backend, info)
+        elif info is not None:
+            owner = None if owned is None else owned[1]
+            other = "mpamp" if owner is None else owner.distribution
             raise PluginConflictError(
-                f"device {device!r} is claimed by both {other} and {distribution}; uninstall one, or block one by "
+                f"device {device!r} is claimed by both {other} and {info.distribution}; uninstall one, or block one by "
                 "MPAMP_DISABLE_PLUGINS. A backend that means to replace mpamp's own sets replaces_builtin = True."
             )
 
@@ -203,6 +213,13 @@ class PluginManager:
             for n, m in BUILTIN.items()
         ]
         return [*builtin, *self.infos.values()]
+
+
+def _load_error(info: PluginInfo) -> PluginLoadError:
+    return PluginLoadError(
+        f"the plugin for device {info.name!r} ({info.distribution} {info.version}) failed to load: {info.error!r}. "
+        f"Mend or uninstall {info.distribution}."
+    )
 
 
 def _call(impl: pluggy.HookImpl, **arguments: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from ..custom import custom_bwd, custom_fwd
 from ..errors import UnsupportedDtypeError
 from ..optable import OpTable
-from ..policy import CASTABLE
+from ..policy import CASTABLE, CastPolicy
 from .conformance_report import Inapplicable, require
 from .conformance_subject import Subject, Test
 from .counting import WeightCastCounter
@@ -47,8 +47,10 @@ def backend_tests(subject: Subject) -> Iterator[Test]:
             "lower_precision_dtypes are lower precision": _lower_dtypes,
             "other dtypes are refused": _refused,
             "autocast_key is the one that torch autocasts the device by": _key,
+            "is_available and is_emulated give a bool": _answers,
             "tensor_check knows the device's tensors": _tensor_check,
             "op_table is the device's, and the same each time": _same_table,
+            "op_table has something run in lower precision": _useful_table,
         },
     )
 
@@ -98,6 +100,14 @@ def _key(subject: Subject) -> None:
     require(not torch.is_autocast_enabled(subject.device), "the device is autocast outside of regions")
 
 
+def _answers(subject: Subject) -> None:
+    backend = subject.backend
+    answers = {f"is_emulated({dtype})": backend.is_emulated(dtype) for dtype in backend.lower_precision_dtypes}
+    answers["is_available()"] = backend.is_available()
+    wrong = {call: answer for call, answer in answers.items() if not isinstance(answer, bool)}
+    require(not wrong, ", ".join(f"{call} is {answer!r}" for call, answer in wrong.items()))
+
+
 def _tensor_check(subject: Subject) -> None:
     check = subject.backend.tensor_check()
     for tensor in (subject.rand(1), torch.rand(1), torch.rand(1, device="meta")):
@@ -110,6 +120,12 @@ def _same_table(subject: Subject) -> None:
     require(isinstance(first, OpTable), f"op_table() returned a {type(first).__name__}")
     require(first.device == subject.device, f"it is for {first.device!r}")
     require(first == second, f"two calls differ: {'; '.join(map(str, first.diff(second)[:3]))}")
+
+
+def _useful_table(subject: Subject) -> None:
+    dtype = subject.backend.default_dtype
+    lower = [op for op in subject.state.table if subject.state.table.policy(op, dtype) is CastPolicy.LOWER_PRECISION_FP]
+    require(lower, f"no row is lower_precision_fp in a {dtype} region: it makes nothing faster")
 
 
 def _listed(dtypes: Any) -> str:

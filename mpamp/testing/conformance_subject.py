@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..autocast import Region, autocast
+from ..autocast import Region, autocast, forget_regions
 from ..backends.base import Backend
 from ..kernels import withdraw
 from ..registry import DeviceState, device_state
@@ -94,3 +94,4 @@ def _stand_in(state: DeviceState, backend: Backend) -> None:
     withdraw(state)  # kernels ask the backend which tensors are on its device when they are built
     state.backend = backend
     state.apply()
+    forget_regions(state.type)

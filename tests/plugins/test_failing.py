@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -163,3 +164,30 @@ def test_a_missing_command_of_a_broken_plugin_names_the_plugin(environment: Make
     assert done.returncode == 2
     assert "No such command 'tune'" in done.stderr
     assert "plugin broken of raises-on-import is left out: ImportError" in done.stderr
+
+
+# -- Backends that raise when they are asked about themselves --------------------------------------------------
+
+
+def test_a_backend_without_a_table_is_refused(environment: Make) -> None:
+    env = environment("raises-when-asked")
+    error = ask(env, "maia")
+    assert error.startswith("PluginLoadError the plugin for device 'maia' (raises-when-asked 1.0) failed to load")
+    assert "OSError('no table on this disk')" in error
+    twice = "try:\n    import mpamp; mpamp.autocast('maia')\nexcept mpamp.MpampError as e:\n    first = str(e)\n"
+    again = env.python(
+        f"{twice}try:\n    mpamp.autocast('maia')\nexcept mpamp.MpampError as e:\n    print(first == str(e))"
+    )
+    assert again.stdout == "True\n", again.stderr
+    assert env.python(WORKS).stdout == "torch.bfloat16\n"
+
+
+def test_doctor_survives_backends_that_raise(environment: Make) -> None:
+    done = environment("raises-when-asked").mpamp("doctor", "--json")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert sorted(problem.partition(":")[0] for problem in report["problems"]) == ["hpu", "maia"]
+    assert "hpu: its backend can't say what it is: OSError('no driver')" in report["problems"]
+    assert [device["type"] for device in report["devices"]] == ["cpu", "cuda", "xpu"]
+    statuses = {plugin["name"]: plugin["status"] for plugin in report["plugins"]}
+    assert (statuses["maia"], statuses["hpu"]) == ("failed", "loaded")

@@ -276,6 +276,37 @@ def test_a_kernel_that_does_not_look_for_inf(monkeypatch: pytest.MonkeyPatch) ->
     assert str(math.inf) in found["inf skips the step and lowers the scale"]
 
 
+@pytest.mark.parametrize(
+    ("method", "answer", "detail"),
+    [
+        ("is_emulated", "yes", "is_emulated(torch.bfloat16) is 'yes'"),
+        ("is_emulated", OSError("no driver"), "OSError: no driver"),
+        ("is_available", 1, "is_available() is 1"),
+    ],
+)
+def test_answers_that_are_no_bool(method: str, answer: Any, detail: str) -> None:
+    def reply(self: Backend, *dtype: torch.dtype) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    found = failed(check_backend(type("Vague", (CpuBackend,), {method: reply})(), sections=["backend"]))
+    assert list(found) == ["is_available and is_emulated give a bool"]
+    assert detail in found["is_available and is_emulated give a bool"]
+
+
+@pytest.mark.parametrize("policy", [CastPolicy.BANNED, CastPolicy.FP32, None])
+def test_a_table_that_runs_nothing_in_lower_precision(policy: CastPolicy | None) -> None:
+    rows = {op: Row(policy) for op in CpuBackend().op_table()}
+    table = OpTable.from_rows(rows, name="useless", device="cpu")
+    useless = type("Useless", (CpuBackend,), {"op_table": lambda self: table})()
+    found = failed(check_backend(useless, sections=["backend"]))
+    assert found == {
+        "op_table has something run in lower precision": "no row is lower_precision_fp in a torch.bfloat16 region: "
+        "it makes nothing faster"
+    }
+
+
 # -- Planted faults: regions ---------------------------------------------------------------------------
 
 
@@ -283,6 +314,14 @@ def test_a_cache_that_keeps_nothing() -> None:
     forgetful = type("Forgetful", (CpuBackend,), {"capture_check": lambda self: lambda: True})()
     found = failed(check_backend(forgetful, sections=["cache"]))
     assert found == {"a weight is cast once in a region": "two uses made 2 casts, not 1"}
+
+
+def test_nothing_that_a_faulty_backend_allowed_is_allowed_afterwards() -> None:
+    members = {"lower_precision_dtypes": (BRAIN, torch.float64), "op_table": lambda self: CpuBackend().op_table()}
+    lax = type("Lax", (CpuBackend,), members)()
+    assert "other dtypes are refused" in failed(check_backend(lax, sections=["backend"]))
+    with pytest.raises(mpamp.UnsupportedDtypeError, match="float64 was asked for"):
+        mpamp.autocast("cpu", torch.float64)
 
 
 # -- The report ----------------------------------------------------------------------------------------
