@@ -150,6 +150,7 @@ class PluginManager:
                 self._claim(backend, info)
         except Exception:
             self._pm.unregister(name=name)  # none of its other hooks may be called
+            self._backends = {d: claim for d, claim in self._backends.items() if info is None or claim[1] is not info}
             raise
 
     def _claim(self, backend: Backend, info: PluginInfo | None) -> None:

@@ -396,3 +396,31 @@ def test_rules_for_different_dtypes_of_one_op_are_no_conflict() -> None:
     state = device_with(pack("a", only(HALF, "fp32")), pack("b", only(BRAIN, "lower_precision_fp")))
     assert state.table.policy("softmax.int", HALF) is mpamp.CastPolicy.FP32
     assert state.table.policy("softmax.int", BRAIN) is mpamp.CastPolicy.LOWER_PRECISION_FP
+
+
+# -- Nothing is half done ------------------------------------------------------------------------------
+
+
+def test_a_plugin_in_conflict_over_one_device_brings_no_other() -> None:
+    other = type("Other", (Npu,), {"device_type": "other"})
+    manager = manage(Point("npu", plugin(Npu())), Point("other", plugin(other(), Npu()), "rival"))
+    first = manager.backend("npu")
+    with pytest.raises(mpamp.PluginConflictError, match="'npu' is claimed by both acme-npu and rival"):
+        manager.backend("other")
+    assert statuses(manager) == ["loaded", "conflict"]
+    assert "other" not in manager._backends
+    assert manager.backend("npu") is first
+
+
+def test_a_refused_backend_is_not_asked_again() -> None:
+    manager = manage(
+        Point("npu", plugin(Npu())), Point("more", plugin(type("More", (Npu,), {"device_type": "more"})()))
+    )
+    assert (type(manager.backend("npu")), manager.backend("more").device_type) == (Npu, "more")
+    with pytest.raises(mpamp.PluginLoadError, match=r"device 'npu' \(acme-npu 1.2\) failed to load: OSError\('gone'\)"):
+        manager.refuse("npu", OSError("gone"))
+    assert statuses(manager) == ["failed", "loaded"]
+    with pytest.raises(mpamp.PluginLoadError, match="gone"):
+        manager.backend("npu")
+    manager.refuse("cpu", OSError("mpamp's own are not taken back"))
+    assert manager.backend("cpu").device_type == "cpu"
