@@ -236,12 +236,12 @@ class Region:
         else:
             mark = entries[-1][1] if entries else NO_MARK
         dtype, inner = _get_dtype(spec.type), scope.mark
+        if spec.dtype is not dtype:
+            _set_dtype(spec.type, spec.dtype)
         span = _scope.open_span(spec.type, scope) if inner > DEFAULT_MARK or mark > DEFAULT_MARK else None
         entries.append((self, inner, key, _is_excluded(key), spec, mark, scopes[index], dtype, _get_cache(), span))
         scopes[index] = scope
         _set_excluded(key, False)
-        if spec.dtype is not dtype:
-            _set_dtype(spec.type, spec.dtype)
         _set_cache(False)
         if mark != inner:
             if mark == NO_MARK and inner == DEFAULT_MARK:

@@ -27,8 +27,8 @@ class DeviceState:
         self.type = backend.device_type
         self.key = _scope.autocast_key(backend.autocast_key)
         self.key_name = backend.autocast_key
-        self.index = len(_devices)
-        """The device's place in each thread's list of scopes."""
+        self.index = -1
+        """The device's place in each thread's list of scopes, once it is in use."""
         self.version = 0
         """Goes up whenever the default table changes."""
         self.unseen_modules = backend.watched_modules
@@ -39,9 +39,22 @@ class DeviceState:
         self.quick_specs: list[Any] = []
         """What regions were entered with, and can be again without asking anything first."""
         self.user_rules: dict[str, Row] = {}
-        self.unlisted = _unlisted(self.key_name, backend.op_table())
         self.rules_of_plugins: dict[str, Row] = {}
+        self.unlisted: dict[str, Row]
         self.table: OpTable
+        self.ask(backend)
+
+    def ask(self, backend: Backend) -> None:
+        """Go by what a backend says from now on.
+
+        Raises:
+            TypeError: One of its dtypes isn't one.
+        """
+        for dtype in (backend.default_dtype, *backend.lower_precision_dtypes):
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"a dtype of {backend!r} is {dtype!r}, not a torch.dtype.")
+        unlisted = _unlisted(self.key_name, backend.op_table())
+        self.backend, self.unlisted = backend, unlisted
         self.apply()
 
     def see_modules(self) -> list[str]:
@@ -170,6 +183,7 @@ def device_state(device_type: str) -> DeviceState:
                 state.add_plugin_rules(rules)
             if state.unseen_modules and not any(isinstance(f, _ImportWatcher) for f in sys.meta_path):
                 sys.meta_path.insert(0, _ImportWatcher())
+            state.index = len(_devices)  # not before: a plugin's hooks may have asked for other devices
             _devices[device_type] = state
     return _devices[device_type]
 

@@ -43,8 +43,8 @@ def _redirection(name: str | None) -> AbstractContextManager[Any]:
     if name is None:
         return nullcontext()
     try:
+        backend = mpamp.get_backend(name)  # torch may know the device only once its plugin is loaded
         device = torch.device(name)
-        backend = mpamp.get_backend(device)
     except (RuntimeError, mpamp.MpampError) as error:
         raise click.BadParameter(str(error), param_hint="--device") from error
     if not backend.is_available():

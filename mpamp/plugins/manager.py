@@ -47,6 +47,7 @@ class PluginManager:
         self._pm = pluggy.PluginManager(hookspecs.PROJECT)
         self._pm.add_hookspecs(hookspecs)
         self._backends: dict[str, tuple[Backend, PluginInfo | None]] = {}
+        self._refused: dict[str, PluginInfo] = {}
         points = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
         self._points = list(points)
         self.infos: dict[int, PluginInfo] = {i: _info(point) for i, point in enumerate(self._points)}
@@ -70,9 +71,10 @@ class PluginManager:
                 raise info.error
         if device_type in self._backends:
             return self._backends[device_type][0]
-        for info in self.infos.values():
-            if info.name == device_type and info.error is not None:
-                raise _load_error(info) from info.error
+        failed = (info for info in self.infos.values() if info.name == device_type and info.error is not None)
+        faulty = self._refused.get(device_type) or next(failed, None)
+        if faulty is not None:
+            raise _load_error(faulty, device_type) from faulty.error
         return self._native(device_type)
 
     def refuse(self, device_type: str, error: Exception) -> None:
@@ -85,7 +87,8 @@ class PluginManager:
         if info is not None:
             info.status, info.error = "failed", error
             del self._backends[device_type]
-            raise _load_error(info) from error
+            self._refused[device_type] = info
+            raise _load_error(info, device_type) from error
 
     def _native(self, device_type: str) -> Backend:
         key = _autocast_key_name(device_type)
@@ -112,6 +115,7 @@ class PluginManager:
             self._register(importlib.import_module(BUILTIN[device_type]), BUILTIN[device_type], None)
 
     def _load_point(self, point: importlib.metadata.EntryPoint, info: PluginInfo) -> None:
+        info.status = "loading"  # it may use mpamp while it is imported
         try:
             module = point.load()
             needed = getattr(module, "MPAMP_API_VERSION", hookspecs.API_VERSION)
@@ -125,7 +129,7 @@ class PluginManager:
         except PluginConflictError as conflict:
             info.status, info.error = "conflict", conflict
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             info.status, info.error = "failed", error
             if os.environ.get("MPAMP_STRICT_PLUGINS") == "1":
                 raise PluginLoadError(
@@ -138,8 +142,8 @@ class PluginManager:
             )
 
     def _register(self, module: ModuleType | object, name: str, info: PluginInfo | None) -> None:
-        self._pm.register(module, name)
         try:
+            self._pm.register(module, name)
             self._pm.check_pending()
             bring: Callable[[], list[Backend] | None] = getattr(module, "mpamp_backends", list)
             backends = list(bring() or [])
@@ -149,7 +153,8 @@ class PluginManager:
             for backend in backends:
                 self._claim(backend, info)
         except Exception:
-            self._pm.unregister(name=name)  # none of its other hooks may be called
+            if self._pm.has_plugin(name):
+                self._pm.unregister(name=name)  # none of its other hooks may be called
             self._backends = {d: claim for d, claim in self._backends.items() if info is None or claim[1] is not info}
             raise
 
@@ -216,9 +221,9 @@ class PluginManager:
         return [*builtin, *self.infos.values()]
 
 
-def _load_error(info: PluginInfo) -> PluginLoadError:
+def _load_error(info: PluginInfo, device_type: str) -> PluginLoadError:
     return PluginLoadError(
-        f"the plugin for device {info.name!r} ({info.distribution} {info.version}) failed to load: {info.error!r}. "
+        f"the plugin for device {device_type!r} ({info.distribution} {info.version}) failed to load: {info.error!r}. "
         f"Mend or uninstall {info.distribution}."
     )
 

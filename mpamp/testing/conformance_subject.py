@@ -92,6 +92,5 @@ def in_force(backend: Backend) -> Iterator[DeviceState]:
 
 def _stand_in(state: DeviceState, backend: Backend) -> None:
     withdraw(state)  # kernels ask the backend which tensors are on its device when they are built
-    state.backend = backend
-    state.apply()
+    state.ask(backend)
     forget_regions(state.type)

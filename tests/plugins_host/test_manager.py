@@ -424,3 +424,45 @@ def test_a_refused_backend_is_not_asked_again() -> None:
         manager.backend("npu")
     manager.refuse("cpu", OSError("mpamp's own are not taken back"))
     assert manager.backend("cpu").device_type == "cpu"
+
+
+def test_a_refused_backend_is_named_by_its_device_not_by_its_entry_point() -> None:
+    manager = manage(Point("npu", plugin(Npu(), type("Vpu", (Npu,), {"device_type": "vpu"})())))
+    manager.backend("npu")
+    with pytest.raises(mpamp.PluginLoadError, match="the plugin for device 'vpu'"):
+        manager.refuse("vpu", OSError("gone"))
+    with pytest.raises(mpamp.PluginLoadError, match="the plugin for device 'vpu'"):
+        manager.backend("vpu")
+
+
+def test_a_plugin_may_ask_for_devices_while_it_is_imported() -> None:
+    point, seen = Point("ops.reentrant", plugin(rules=lambda device_type: {"relu": "fp32"})), []
+    manager = manage(point)
+    load, point.load = point.load, lambda: (seen.append(manager.backend("cpu").device_type), load())[1]  # type: ignore[method-assign]
+    assert manager.backend("cpu").device_type == "cpu"
+    assert (seen, point.loads, statuses(manager)) == (["cpu"], 1, ["loaded"])
+    assert list(manager.op_rules("cpu", (BRAIN,))) == ["acme-npu:ops.reentrant"]
+
+
+def test_a_plugin_that_exits_on_import_is_quarantined() -> None:
+    manager = manage(Point("npu", SystemExit(0)))
+    with pytest.warns(mpamp.MpampWarning, match=r"SystemExit\(0\)"), pytest.raises(mpamp.PluginLoadError):
+        manager.backend("npu")
+
+
+def test_devices_asked_for_by_a_hook_have_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpamp import registry
+    from mpamp.plugins import manager as module
+
+    def rules(device_type: str) -> dict[str, str]:
+        if device_type == "xpu":
+            mpamp.get_op_table("cpu")
+        return {"relu": "fp32"}
+
+    found = manage(Point("ops.curious", plugin(rules=rules)))
+    monkeypatch.setattr(module, "manager", lambda: found)
+    monkeypatch.setattr(registry, "_devices", {})
+    registry.device_state("xpu")
+    devices = registry.devices_in_use()
+    assert sorted(state.type for state in devices) == ["cpu", "xpu"]
+    assert sorted(state.index for state in devices) == [0, 1]

@@ -234,15 +234,41 @@ class Stubborn(torch.amp.GradScaler):
 
 def test_a_scaler_that_ignores_inf() -> None:
     found = failed(check_backend("cpu", make_scaler=Ignoring, sections=["scaler"]))
-    assert len(found) == 4
+    assert len(found) == 6
     assert "inf is ignored" in found["inf skips the step and lowers the scale"]
     assert "NaN skips the step and lowers the scale" in found
     assert "an inf in one of several gradients skips all" in found
 
 
+class Raw(mpamp.GradScaler):
+    """Steps with scaled gradients."""
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        optimizer.step()
+        return super().step(optimizer, *args, **kwargs)
+
+
+class Patient(mpamp.GradScaler):
+    """Lets a call be made twice."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        self._per_optimizer_states.pop(id(optimizer), None)
+        super().unscale_(optimizer)
+
+
+class Fixed(mpamp.GradScaler):
+    """Goes by factors of its own, and is always on."""
+
+    def __init__(self, device: str, **settings: Any) -> None:
+        super().__init__(device, **{**settings, "growth_factor": 2.0, "backoff_factor": 0.5, "enabled": True})
+
+
 @pytest.mark.parametrize(
     ("scaler", "checks"),
     [
+        (Raw, {"step applies the unscaled gradients"}),
+        (Patient, {"unscale_ and step are refused the second time"}),
+        (Fixed, {"growth_factor and backoff_factor are obeyed", "a disabled scaler leaves everything as it is"}),
         (Forgetful, {"state_dict and load_state_dict"}),
         (Stubborn, {"good steps raise the scale", "inf skips the step and lowers the scale"}),
     ],
@@ -322,6 +348,17 @@ def test_nothing_that_a_faulty_backend_allowed_is_allowed_afterwards() -> None:
     assert "other dtypes are refused" in failed(check_backend(lax, sections=["backend"]))
     with pytest.raises(mpamp.UnsupportedDtypeError, match="float64 was asked for"):
         mpamp.autocast("cpu", torch.float64)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16",), (None,)])
+def test_dtypes_that_are_none_are_refused_before_a_region_is_entered(dtypes: Any) -> None:
+    wrong = type(
+        "Wrong", (CpuBackend,), {"lower_precision_dtypes": dtypes, "op_table": lambda s: CpuBackend().op_table()}
+    )
+    with pytest.raises(TypeError, match=r"not a torch\.dtype"):
+        check_backend(wrong(), sections=["backend"])
+    assert not torch.is_autocast_enabled("cpu")
+    assert check_backend("cpu", sections=["backend"]).failures == []
 
 
 # -- The report ----------------------------------------------------------------------------------------
