@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from mpamp.cli.output import dtype_name
 from mpamp.oplists import table_names
 from mpamp.optable import OpTable
 from mpamp.policy import CastPolicy
@@ -39,9 +40,9 @@ def table(name: str, device: str) -> str:
     for policy in CastPolicy:
         by_regions: dict[str, list[str]] = {}
         for op, row in rows.items():
-            dtypes = [str(d).removeprefix("torch.") for d, p in row.by_dtype if p is policy]
+            dtypes = [dtype_name(d) for d, p in row.by_dtype if p is policy]
             if row.policy is policy:
-                others = [str(d).removeprefix("torch.") for d, p in row.by_dtype if p is not policy]
+                others = [dtype_name(d) for d, p in row.by_dtype if p is not policy]
                 by_regions.setdefault("all but " + ", ".join(others) if others else "any dtype", []).append(op)
             elif dtypes:
                 by_regions.setdefault(", ".join(dtypes), []).append(op)

@@ -23,7 +23,7 @@ class DeviceState:
     """One device type in this process: its backend, its Autocast key and its tables."""
 
     def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+        self.backend: Backend
         self.type = backend.device_type
         self.key = _scope.autocast_key(backend.autocast_key)
         self.key_name = backend.autocast_key
@@ -40,7 +40,8 @@ class DeviceState:
         """What regions were entered with, and can be again without asking anything first."""
         self.user_rules: dict[str, Row] = {}
         self.rules_of_plugins: dict[str, Row] = {}
-        self.unlisted: dict[str, Row]
+        self.base: OpTable
+        """The backend's table, and rows without a policy for kernels that it doesn't know."""
         self.table: OpTable
         self.ask(backend)
 
@@ -53,9 +54,10 @@ class DeviceState:
         for dtype in (backend.default_dtype, *backend.lower_precision_dtypes):
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"a dtype of {backend!r} is {dtype!r}, not a torch.dtype.")
-        unlisted = _unlisted(self.key_name, backend.op_table())
-        self.backend, self.unlisted = backend, unlisted
-        self.apply()
+        table = backend.op_table()
+        rows = {**table, **_unlisted(self.key_name, table)}
+        self.backend, self.base = backend, OpTable.from_rows(rows, name=table.name, device=self.type)
+        self._apply()
 
     def see_modules(self) -> list[str]:
         """Return the watched modules that were imported since the last call."""
@@ -74,10 +76,8 @@ class DeviceState:
             spec.is_quick = False
         self.quick_specs.clear()
 
-    def apply(self) -> None:
-        """Put the table in force together anew, from what the backend, plugins and the user say now."""
-        base = self.backend.op_table()
-        table = OpTable.from_rows({**base, **self.unlisted}, name=base.name, device=self.type)
+    def _apply(self) -> None:
+        table = self.base
         registered = {**_registered.get(None, {}), **_registered.get(self.type, {})}
         layers = ((self.rules_of_plugins, "plugins"), (registered, "registered"), (self.user_rules, "user"))
         for rows, name in layers:
@@ -92,7 +92,7 @@ class DeviceState:
         """Replace the user's process-wide rules."""
         _scope.record_default(self.type, self.table)
         self.user_rules = rules
-        self.apply()
+        self._apply()
         _forget_compiled_code()
 
     def add_plugin_rules(self, rules: Mapping[str, OpTable]) -> None:
@@ -115,7 +115,7 @@ class DeviceState:
                     )
                 merged[op] = Row(row.policy, row.by_dtype, plugin).over(other)
         self.rules_of_plugins = merged
-        self.apply()
+        self._apply()
 
     def table_for(self, ops: Mapping[str, Any] | OpTable) -> OpTable:
         """Return the table of a region with these ``ops=``.

@@ -124,8 +124,10 @@ _MORE_DIGITS = [
     torch.int32,
     torch.int64,
     torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.complex32,
 ]
-_MORE_DIGITS += [torch.complex64, torch.complex128, torch.complex32]
 
 _State = tuple["torch.dtype | None", ...]
 

@@ -41,12 +41,14 @@ def picked() -> list[str]:
 
 def place_of(item: pytest.Item) -> str:
     """Return the place of one test."""
+    from mpamp.plugins.manager import is_device_type
+
     marker = item.get_closest_marker("place")
     if marker is not None:
         return str(marker.args[0])
     callspec: Any = getattr(item, "callspec", None)
     place = callspec.params.get("place") if callspec is not None else None
-    if isinstance(place, str) and is_device(place.removeprefix(_FAKE)):
+    if isinstance(place, str) and is_device_type(place.removeprefix(_FAKE)):
         return place
     if item.get_closest_marker("accelerator") is not None:
         here = torch.accelerator.current_accelerator(check_available=True)
@@ -57,16 +59,6 @@ def place_of(item: pytest.Item) -> str:
         if folders[:1] == ["examples"] or folders[1:2] in (["plugins"], ["plugins_host"], ["examples"])
         else "cpu"
     )
-
-
-@functools.cache
-def is_device(name: str) -> bool:
-    """Tell whether torch knows a device type of that name."""
-    try:
-        torch.device(name)
-    except RuntimeError:
-        return False
-    return True
 
 
 @functools.cache

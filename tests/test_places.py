@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.places import absence, is_device, place_of
+from mpamp.plugins.manager import is_device_type
+from tests.places import absence, place_of
 
 
 def item(
@@ -49,4 +50,4 @@ def test_absence_has_a_reason() -> None:
     for device in ("cuda", "xpu"):
         is_there = getattr(torch, device).is_available()
         assert absence(device) == ("" if is_there else f"there is no {device} device on this machine")
-    assert [is_device(name) for name in ("cpu", "xpu", "inside")] == [True, True, False]
+    assert [is_device_type(name) for name in ("cpu", "xpu", "inside")] == [True, True, False]

@@ -20,7 +20,7 @@ from ..errors import MpampWarning, PluginConflictError, PluginLoadError, Unknown
 from ..optable import OpTable
 from . import hookspecs
 
-__all__ = ["PluginInfo", "PluginManager", "manager"]
+__all__ = ["PluginInfo", "PluginManager", "is_device_type", "manager"]
 
 GROUP = "mpamp"
 BUILTIN = {name: f"mpamp.backends.{name}" for name in ("cpu", "cuda", "xpu")}
@@ -245,14 +245,15 @@ def _names(variable: str) -> set[str]:
 
 
 def _autocast_key_name(device_type: str) -> str | None:
-    if not _is_device_type(device_type) or not torch.amp.is_autocast_available(device_type):
+    if not is_device_type(device_type) or not torch.amp.is_autocast_available(device_type):
         return None
     if device_type == torch._C._get_privateuse1_backend_name():
         return "AutocastPrivateUse1"
     return f"Autocast{device_type.upper()}"
 
 
-def _is_device_type(name: str) -> bool:
+def is_device_type(name: str) -> bool:
+    """Tell whether torch knows a device type of that name."""
     try:
         torch.device(name)
     except RuntimeError:

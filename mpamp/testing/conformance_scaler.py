@@ -89,16 +89,20 @@ def _unscales(training: Training) -> None:
     require(found == [[3.0] * 3, [5.0] * 2], f"gradients of 3 and 5 are {found} when scaled and unscaled")
 
 
-def _applies(training: Training) -> None:
+def _require_step(training: Training, how: str) -> None:
+    """Require what SGD makes of weights of 1 and gradients of 3 and 5."""
     expected = [[1 - 3 / 2] * 3, [1 - 5 / 2] * 2]
+    require(training.values() == expected, f"{how}, weights of 1 become {training.values()}, not {expected}")
+
+
+def _applies(training: Training) -> None:
     for is_unscaled in (False, True):
         each = Training(training.subject)
         each.backward(3.0, 5.0)
         if is_unscaled:
             each.scaler.unscale_(each.optimizer)
         each.scaler.step(each.optimizer)
-        how = "after unscale_" if is_unscaled else "without unscale_"
-        require(each.values() == expected, f"{how}, weights of 1 become {each.values()}, not {expected}")
+        _require_step(each, "after unscale_" if is_unscaled else "without unscale_")
 
 
 def _skips(training: Training, factor: float) -> None:
@@ -175,8 +179,7 @@ def _disabled(training: Training) -> None:
     training.scaler = training.make(enabled=False)
     require(not training.scaler.is_enabled(), "with enabled=False it is enabled")
     training.iterate(3.0, 5.0)
-    expected = [[1 - 3 / 2] * 3, [1 - 5 / 2] * 2]
-    require(training.values() == expected, f"weights of 1 become {training.values()}, not {expected}")
+    _require_step(training, "disabled")
 
 
 def _grows(training: Training) -> None:
