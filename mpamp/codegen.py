@@ -19,18 +19,16 @@ import torch
 from torch._ops import OpOverload
 
 from . import scope as _scope
-from .castcache import is_weight
+from .caster import caster, keeper, returns_new
 from .compiling import left_out_by_itself
 from .eligibility import find_overload, is_in_place, overload_name
-from .oplists import lower_precision_ops
 from .optable import APPEND_DTYPE
 from .policy import CASTABLE, CastPolicy, target_dtype
 
 if TYPE_CHECKING:
-    from .backends.base import Backend
     from .registry import DeviceState
 
-__all__ = ["build", "caster", "kernel_source"]
+__all__ = ["build", "kernel_source"]
 
 _TORCH = "mm bmm addmm baddbmm addbmm matmul mv addmv prelu cat stack"
 _FAST: dict[str, Callable[..., Any]] = {
@@ -74,7 +72,7 @@ def build(
     """
     arguments, name = op._schema.arguments, overload_name(op)
     unlisted = _unlisted(device, op)
-    cast, cast_apart = caster(device.backend, keep=_returns_new(op)), caster(device.backend, keep=False)
+    cast, cast_apart = caster(device.backend, keep=returns_new(op)), caster(device.backend, keep=False)
     may_keep, kept = keeper(device.backend)
     append = find_overload(APPEND_DTYPE[name]) if name in APPEND_DTYPE else None
     environment: dict[str, Any] = {
@@ -129,16 +127,6 @@ def _compiled(source: str) -> CodeType:
     return compile(source, "<mpamp kernel>", "exec")
 
 
-def _returns_new(op: OpOverload) -> bool:
-    """Tell whether an op surely returns no argument, nor a view of one: a kept cast must not reach the user.
-
-    A composite op's schema may not say so (dropout returns its input in evaluation).
-    """
-    name = overload_name(op)
-    is_declared = all(r.alias_info is None for r in op._schema.returns)
-    return is_declared and (not name.startswith("aten::") or name in lower_precision_ops())
-
-
 def _unlisted(device: DeviceState, op: OpOverload) -> Callable[..., Any]:
     """Return what runs an op as if its Autocast key had no kernel: what it is made of is autocast."""
     if op._schema.name in TAKE_NUMBERS:  # redispatch takes no numbers; these ops are made of nothing
@@ -175,54 +163,6 @@ def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | No
         return target_dtype(policy, name, lower, dtypes)
 
     return target_of
-
-
-@functools.cache
-def keeper(backend: Backend) -> tuple[Callable[[_scope.Scope], bool], Callable[..., torch.Tensor]]:
-    """Return a check whether casts may be kept now, and the function that gives a float32 weight's kept cast.
-
-    The latter returns a tensor that isn't a weight as it is.
-    """
-    on_device, capturing = backend.tensor_check(), backend.capture_check()
-    is_tracing = torch._C._is_tracing
-    functorch = torch._C._functorch.peek_interpreter_stack
-
-    def may_keep(scope: _scope.Scope) -> bool:
-        if scope.cache is None or is_tracing() or functorch() is not None:
-            return False
-        return capturing is None or not capturing()
-
-    def kept(tensor: torch.Tensor, target: torch.dtype, cache: Any) -> torch.Tensor:
-        found = cache.find(tensor, target)
-        if found is not None:
-            return found  # type: ignore[no-any-return]
-        if is_weight(tensor) and on_device(tensor):
-            return cache.add(tensor, target)  # type: ignore[no-any-return]
-        return tensor
-
-    return may_keep, kept
-
-
-@functools.cache
-def caster(backend: Backend, *, keep: bool) -> Callable[[torch.Tensor, torch.dtype, _scope.Scope], torch.Tensor]:
-    """Return the function that casts one argument, or finds the kept cast of a weight.
-
-    ``keep`` is False for ops that may return an argument itself: a kept cast must not reach the user.
-    """
-    on_device = backend.tensor_check()
-    may_keep, kept = keeper(backend)
-
-    def cast(tensor: torch.Tensor, target: torch.dtype, scope: _scope.Scope) -> torch.Tensor:
-        dtype = tensor.dtype
-        if dtype is target or dtype not in CASTABLE:
-            return tensor
-        if keep and dtype is torch.float32 and may_keep(scope):
-            tensor = kept(tensor, target, scope.cache)
-        if tensor.dtype is target or not on_device(tensor):
-            return tensor
-        return tensor.to(target)
-
-    return cast
 
 
 WRITTEN = {"running_mean", "running_var"}

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from .castcache import CastCache, is_weight
-from .codegen import caster
+from .caster import caster
 from .compiling import is_compiling
 from .containers import autocast_types, map_tensors, tensors_in
 from .policy import CASTABLE, CastPolicy, target_dtype
