@@ -37,8 +37,8 @@ class RegionError(MpampError, RuntimeError):
     """A region was entered, left or applied in a way that can't work."""
 
 
-class UnknownDeviceError(MpampError, ValueError):
-    """No backend covers the device type that was asked for."""
+class UnknownDeviceError(MpampError, ValueError, RuntimeError):
+    """No backend covers the device type that was asked for; torch raises a RuntimeError then."""
 
 
 class UnsupportedDtypeError(MpampError, ValueError):
