@@ -22,8 +22,8 @@ from . import scope as _scope
 from .caster import caster, keeper, returns_new
 from .compiling import left_out_by_itself
 from .eligibility import find_overload, is_in_place, overload_name
-from .optable import APPEND_DTYPE
 from .policy import CASTABLE, CastPolicy, target_dtype
+from .rows import APPEND_DTYPE
 
 if TYPE_CHECKING:
     from .registry import DeviceState

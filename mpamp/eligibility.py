@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
 from .errors import UnknownOpError, nearest
 
@@ -53,9 +53,16 @@ def find_overload(name: str) -> OpOverload | None:
     """Return the overload that ``ns::op[.overload]`` names in this process, or None."""
     namespace, _, rest = name.partition("::")
     op, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace, None), op, None)
-    found = getattr(packet, overload or "default", None)
+    found = getattr(_packet(namespace, op), overload or "default", None)
     return found if isinstance(found, OpOverload) else None
+
+
+def _packet(namespace: str, op: str) -> OpOverloadPacket | None:
+    """Return torch's packet of an op that exists: ``torch.ops``, asked for another, keeps a namespace for it."""
+    if not torch._C._jit_get_schemas_for_operator(f"{namespace}::{op}"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), op, None)
+    return packet if isinstance(packet, OpOverloadPacket) else None
 
 
 def resolve(name: str) -> list[str]:
@@ -74,8 +81,8 @@ def resolve(name: str) -> list[str]:
     full = name if "::" in name else f"aten::{name}"
     namespace, _, rest = full.partition("::")
     op, dot, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace, None), op, None) if op else None
-    if packet is None or not hasattr(packet, "overloads"):
+    packet = _packet(namespace, op)
+    if packet is None:
         hint = nearest(op, _known_ops(namespace))
         raise UnknownOpError(
             f"unknown op {name!r}: torch has no operator {namespace}::{op}{hint} "

@@ -3,80 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import torch
 
-from .eligibility import find_overload, is_in_place, resolve
-from .errors import OpTableError, UnknownOpError
-from .policy import CASTABLE, CastPolicy
+from . import tablefile
+from .errors import OpTableError
+from .policy import CastPolicy
+from .rows import Row, parse_rules, shown
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-__all__ = ["Difference", "OpTable", "Row", "check_row", "parse_dtype"]
+__all__ = ["ANY_DEVICE", "Difference", "OpTable", "Row"]
 
 ANY_DEVICE = "any"
-_TORCH = ".".join(torch.__version__.split(".")[:2])
-
-
-def parse_dtype(name: torch.dtype | str) -> torch.dtype:
-    """Return the dtype called ``name``, with or without ``torch.``.
-
-    Raises:
-        OpTableError: torch has no dtype of that name.
-
-    Example:
-        >>> parse_dtype("bfloat16"), parse_dtype("torch.float16")
-        (torch.bfloat16, torch.float16)
-    """
-    if isinstance(name, torch.dtype):
-        return name
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise OpTableError(f"unknown dtype {name!r}: write one of torch's names, such as 'bfloat16' or 'float16'.")
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One op's policy, by the region's dtype where it depends on that, and who decided it."""
-
-    policy: CastPolicy | None
-    by_dtype: tuple[tuple[torch.dtype, CastPolicy], ...] = ()
-    source: str = field(default="user", compare=False)
-
-    def at(self, dtype: torch.dtype | None) -> CastPolicy | None:
-        """Return the policy in a region of ``dtype``; None means that the op is not listed there."""
-        for known, policy in self.by_dtype:
-            if known is dtype:
-                return policy
-        return self.policy
-
-    def over(self, base: Row | None) -> Row:
-        """Return this row on top of ``base``, which still decides the dtypes that this one leaves open."""
-        if base is None or self.policy is not None:
-            return self
-        by_dtype = {**dict(base.by_dtype), **dict(self.by_dtype)}
-        return Row(base.policy, tuple(sorted(by_dtype.items(), key=lambda cell: str(cell[0]))), self.source)
-
-    def policies(self) -> set[CastPolicy]:
-        """Return every policy that this row can give."""
-        return {p for p in (self.policy, *(p for _, p in self.by_dtype)) if p is not None}
-
-    def __str__(self) -> str:
-        parts = [f"{str(d).removeprefix('torch.')}: {p}" for d, p in self.by_dtype]
-        if not parts:
-            return str(self.policy)
-        return "{" + ", ".join([*parts, f"else: {self.policy}"]) + "}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,25 +34,36 @@ class Difference:
         return f"{self.op}: {self.left or '-'} -> {self.right or '-'}"
 
 
-class _RulesByDtype(dict[torch.dtype, dict[str, CastPolicy]]):
+def _never_changes(self: object, *_: object, **__: object) -> NoReturn:
+    raise TypeError("an OpTable never changes: override() makes another table.")
+
+
+class _RulesByDtype(dict[torch.dtype, Mapping[str, CastPolicy]]):
     """The table as the kernels read it: region dtype -> overload -> policy, filled on first use."""
+
+    __slots__ = ("_rows",)
 
     def __init__(self, rows: Mapping[str, Row]) -> None:
         super().__init__()
         self._rows = rows
 
-    def __missing__(self, dtype: torch.dtype) -> dict[str, CastPolicy]:
+    def __missing__(self, dtype: torch.dtype) -> Mapping[str, CastPolicy]:
         found = {op: policy for op, row in self._rows.items() if (policy := row.at(dtype)) is not None}
-        self[dtype] = found
-        return found
+        rules = MappingProxyType(found)
+        if isinstance(dtype, torch.dtype):
+            super().__setitem__(dtype, rules)
+        return rules
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _never_changes
 
 
 class OpTable(Mapping[str, Row]):
     """An immutable mapping from an op's overload (``"aten::softmax.int"``) to its policy.
 
     Args:
-        rules: Op names to policies; a name means all eligible overloads, and a policy may be a
-            mapping from dtype to policy, with ``"default"`` for the other dtypes.
+        rules: Op names to policies; a name means all eligible overloads, and ``"@fft"`` the family
+            ``fft`` of ops. A policy may be a mapping from dtype to policy, with ``"default"`` for
+            the other dtypes.
         name: What the table is called in messages.
         device: The device type that it is for, or ``"any"``.
         source: Who decides these rows; shown by ``mpamp ops``.
@@ -127,42 +81,51 @@ class OpTable(Mapping[str, Row]):
         True
     """
 
-    __slots__ = ("_rows", "device", "fingerprint", "name", "rules")
-    _rows: dict[str, Row]
+    __slots__ = ("__weakref__", "_rows", "device", "fingerprint", "name", "rules")
+    _rows: Mapping[str, Row]
     device: str
     fingerprint: str
     name: str
-    rules: _RulesByDtype
+    rules: Mapping[torch.dtype, Mapping[str, CastPolicy]]
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         rules: Mapping[str, Any] | None = None,
         *,
         name: str = "custom",
         device: str = ANY_DEVICE,
         source: str = "user",
-    ) -> None:
-        self._set(_parse_rules(rules or {}, source), name, device)
+    ) -> OpTable:
+        return cls.from_rows(parse_rules({} if rules is None else rules, source), name=name, device=device)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._rows, self.name, self.device)
-
-    def _set(self, rows: dict[str, Row], name: str, device: str) -> None:
-        rows = dict(sorted(rows.items()))
-        text = "\n".join(f"{op}={row}" for op, row in rows.items())
-        fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
-        values = (rows, name, device, _RulesByDtype(rows), fingerprint)
-        for attribute, value in zip(("_rows", "name", "device", "rules", "fingerprint"), values, strict=True):
-            object.__setattr__(self, attribute, value)
+        return _rebuild, (dict(self._rows), self.name, self.device)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"an OpTable never changes: {name} can't be set; override() makes another table.")
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"an OpTable never changes: {name} can't be deleted.")
+
     @classmethod
     def from_rows(cls, rows: Mapping[str, Row], *, name: str, device: str = ANY_DEVICE) -> OpTable:
-        """Return a table of ready rows, unchecked: ops that this torch lacks are kept."""
-        self = cls.__new__(cls)
-        self._set(dict(rows), name, device)
+        """Return a table of ready rows, not checked against torch: ops that this one lacks are kept.
+
+        Raises:
+            OpTableError: The name, the device or a row is something else.
+        """
+        for text in (name, device):
+            if not _is_text(text):
+                raise OpTableError(f"a table's name and device are text, got {shown(text)}.")
+        wrong = next((row for row in rows.values() if not isinstance(row, Row)), None)
+        if wrong is not None:
+            raise OpTableError(f"a table is made of rows, got {shown(wrong)}.")
+        ordered = dict(sorted(rows.items()))
+        print_ = hashlib.sha256("\n".join(f"{op}={row}" for op, row in ordered.items()).encode()).hexdigest()[:16]
+        self = object.__new__(cls)
+        values = {"_rows": MappingProxyType(ordered), "name": name, "device": device, "fingerprint": print_}
+        for attribute, value in {**values, "rules": _RulesByDtype(ordered)}.items():
+            object.__setattr__(self, attribute, value)
         return self
 
     @staticmethod
@@ -218,7 +181,7 @@ class OpTable(Mapping[str, Row]):
         """
         if isinstance(rules, OpTable) and rules.device not in (ANY_DEVICE, self.device):
             raise OpTableError(f"table {rules.name!r} is for device {rules.device!r}, this one for {self.device!r}.")
-        extra = rules._rows if isinstance(rules, OpTable) else _parse_rules(rules, source)
+        extra = rules._rows if isinstance(rules, OpTable) else parse_rules(rules, source)
         rows = {**self._rows, **{op: row.over(self._rows.get(op)) for op, row in extra.items()}}
         return OpTable.from_rows(rows, name=name or f"{self.name}+{source}", device=self.device)
 
@@ -238,20 +201,7 @@ class OpTable(Mapping[str, Row]):
 
         Ops that a vendor's module has kernels for and no table knows are left out: they are this process's.
         """
-        is_foreign = any(find_overload(op) is None for op in self._rows)
-        version = "another" if is_foreign else _TORCH
-        lines = [f"name = {_quote(self.name)}", f"device = {_quote(self.device)}", f"torch = {_quote(version)}"]
-        lines += ["", "[ops]"]
-        for op, row in self._rows.items():
-            if not row.policies():
-                continue  # somebody's own kernel, whatever it does
-            cells = {str(d).removeprefix("torch."): str(p) for d, p in row.by_dtype}
-            if row.policy is not None and cells:
-                cells["default"] = str(row.policy)
-            inline = "{ " + ", ".join(f"{d} = {_quote(p)}" for d, p in cells.items()) + " }"
-            exact = op if "." in op else f"{op}.default"
-            lines.append(f"{_quote(exact)} = {inline if cells else _quote(str(row.policy))}")
-        return "\n".join(lines) + "\n"
+        return tablefile.write(self.name, self.device, self._rows)
 
     @classmethod
     def from_toml(cls, text: str, *, source: str = "user") -> OpTable:
@@ -268,19 +218,11 @@ class OpTable(Mapping[str, Row]):
             >>> OpTable.from_toml('[ops]\\nsoftmax = "fp32"').policy("softmax.int")
             <CastPolicy.FP32: 'fp32'>
         """
-        try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise OpTableError(f"not a TOML op table: {error}.") from error
-        unknown = set(data) - {"name", "device", "base", "ops", "torch"}
-        if unknown or not isinstance(data.get("ops"), dict):
-            raise OpTableError(
-                f"an op table has the keys name, device, base, torch and an [ops] section; got {sorted(data)}."
-            )
-        device, name = str(data.get("device", ANY_DEVICE)), str(data.get("name", "custom"))
-        rows = _parse_rules(data["ops"], source, is_foreign=data.get("torch", _TORCH) != _TORCH)
-        table = cls.from_rows(rows, name=name, device=device)
-        return cls.named(str(data["base"]), device).override(table, name=name) if "base" in data else table
+        data = tablefile.parse(text)
+        device, name = data.get("device", ANY_DEVICE), data.get("name", "custom")
+        is_foreign = data.get("torch", tablefile.TORCH_VERSION) != tablefile.TORCH_VERSION
+        table = cls.from_rows(parse_rules(data["ops"], source, is_foreign=is_foreign), name=name, device=device)
+        return cls.named(data["base"], device).override(table, name=name) if "base" in data else table
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table to a TOML file."""
@@ -288,97 +230,21 @@ class OpTable(Mapping[str, Row]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> OpTable:
-        """Return the table in a TOML file; errors as ``from_toml``, with the file's name."""
+        """Return the table in a TOML file; errors as ``from_toml``, with the file's name.
+
+        Raises:
+            OSError: The file can't be read.
+        """
         try:
-            return cls.from_toml(Path(path).read_text(encoding="utf-8"), source=str(path))
+            return cls.from_toml(tablefile.read(path), source=str(path))
         except OpTableError as error:
             raise type(error)(f"{path}: {error}") from error
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _rebuild(rows: dict[str, Row], name: str, device: str) -> OpTable:
     return OpTable.from_rows(rows, name=name, device=device)
 
 
-def _parse_rules(rules: Mapping[str, Any], source: str, *, is_foreign: bool = False) -> dict[str, Row]:
-    if not isinstance(rules, Mapping):
-        raise OpTableError(f"rules are a mapping from op to policy, got {type(rules).__name__}.")
-    rows: dict[str, Row] = {}
-    decided: dict[str, str] = {}
-    for op, spec in sorted(rules.items(), key=lambda rule: _precision(rule[0])):
-        if not isinstance(op, str):
-            raise UnknownOpError(f"an op is named by a string such as 'softmax', got {op!r}.")
-        row = _parse_row(spec, source)
-        for overload in _resolve(op, is_foreign):
-            other = decided.get(overload)
-            if other is not None and _precision(other) == _precision(op) and rows[overload] != row:
-                raise OpTableError(f"{other!r} and {op!r} both name {overload}, and give it different policies.")
-            check_row(overload, row)
-            rows[overload], decided[overload] = row, op
-    return rows
-
-
-def _resolve(op: str, is_foreign: bool) -> list[str]:
-    try:
-        return resolve(op)
-    except UnknownOpError:
-        if not is_foreign or "::" not in op or "." not in op:
-            raise
-        return [op.removesuffix(".default")]
-
-
-def _precision(op: object) -> int:
-    return int("." in str(op).partition("::")[2] or ("::" not in str(op) and "." in str(op)))
-
-
-def _parse_row(spec: Any, source: str) -> Row:
-    if not isinstance(spec, Mapping):
-        return Row(CastPolicy.parse(spec), (), source)
-    cells = {d: CastPolicy.parse(p) for d, p in spec.items()}
-    default = cells.pop("default", None)
-    by_dtype = sorted(((_region_dtype(d), p) for d, p in cells.items()), key=lambda cell: str(cell[0]))
-    if default is None and not by_dtype:
-        raise OpTableError("a rule by dtype names at least one dtype, or 'default'.")
-    return Row(default, tuple(by_dtype), source)
-
-
-def _region_dtype(name: torch.dtype | str) -> torch.dtype:
-    dtype = parse_dtype(name)
-    if dtype not in CASTABLE:
-        raise OpTableError(
-            f'no region runs in {dtype}. In TOML an overload\'s name is written in quotes: "softmax.int" = "fp32".'
-        )
-    return dtype
-
-
-APPEND_DTYPE = {
-    "aten::norm.Scalar": "aten::norm.ScalarOpt_dtype",
-    "aten::norm.names_ScalarOpt_dim": "aten::norm.names_ScalarOpt_dim_dtype",
-    "aten::norm.ScalarOpt_dim": "aten::norm.ScalarOpt_dim_dtype",
-}
-"""Overloads that ``fp32_append_dtype`` serves, and the ones that take the dtype."""
-
-
-def check_row(overload: str, row: Row) -> None:
-    """Refuse a row that the op's schema can't serve.
-
-    Raises:
-        OpTableError: It says why.
-    """
-    op = find_overload(overload)
-    policies = row.policies()
-    if op is None:
-        return
-    if is_in_place(op) and policies - {CastPolicy.PROMOTE, CastPolicy.BANNED, CastPolicy.FALLTHROUGH}:
-        raise OpTableError(
-            f"{overload} writes in place, so only 'promote' (its other arguments take the dtype of the tensor "
-            "written to), 'banned' and 'fallthrough' apply to it."
-        )
-    has_dtype = any(a.name == "dtype" for a in op._schema.arguments)
-    if CastPolicy.FP32_SET_OPT_DTYPE in policies and not has_dtype:
-        raise OpTableError(f"fp32_set_opt_dtype needs an op with a dtype argument; {overload} has none.")
-    if CastPolicy.FP32_APPEND_DTYPE in policies and overload not in APPEND_DTYPE:
-        raise OpTableError(f"fp32_append_dtype applies to {', '.join(APPEND_DTYPE)} only, not to {overload}.")
+def _is_text(value: object) -> bool:
+    """Tell whether a value is a string that a file can hold: one half of a surrogate pair can't be written."""
+    return isinstance(value, str) and value.encode(errors="replace").decode() == value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 import mpamp
 from mpamp import CastPolicy, OpTable, OpTableError, UnknownOpError, UnknownPolicyError
+from mpamp.eligibility import find_overload
 from mpamp.oplists import table_names
-from mpamp.optable import Difference, Row, parse_dtype
+from mpamp.optable import Difference, Row
+from mpamp.rows import parse_dtype
 
 BRAIN, HALF = torch.bfloat16, torch.float16
 DEVICES = ("cpu", "cuda", "xpu")
@@ -202,6 +205,74 @@ def test_override_leaves_both_tables_alone() -> None:
     assert (base.fingerprint, extra.fingerprint) == prints
 
 
+def test_the_rules_that_kernels_read_do_not_change() -> None:
+    table: Any = OpTable({"mm.default": "fp32"})
+    rules = table.rules
+    with pytest.raises(TypeError):
+        rules[BRAIN]["aten::mm"] = CastPolicy.PROMOTE
+    for change in (
+        lambda: rules.__setitem__(BRAIN, {}),
+        lambda: rules.__delitem__(BRAIN),
+        lambda: rules.update({BRAIN: {}}),
+        lambda: rules.pop(BRAIN),
+        lambda: rules.setdefault(HALF, {}),
+        rules.popitem,
+        rules.clear,
+    ):
+        with pytest.raises(TypeError, match="never changes"):
+            change()
+    assert rules[BRAIN] == rules[HALF] == {"aten::mm": CastPolicy.FP32}
+
+
+def test_rules_are_kept_for_dtypes_only() -> None:
+    rules: Any = OpTable({"mm": "fp32"}).rules
+    rules["anything"], rules[BRAIN]
+    assert list(rules) == [BRAIN]
+
+
+def test_is_not_made_anew_in_its_place() -> None:
+    table: Any = OpTable({"mm.default": "fp32"}, name="mine")
+    table.__init__({"exp": "promote"})
+    assert (dict(table), table.name) == ({"aten::mm": Row(CastPolicy.FP32)}, "mine")
+    with pytest.raises(AttributeError):
+        del table.rules
+
+
+def test_a_row_keeps_nothing_that_can_change() -> None:
+    cells: Any = [("float16", "promote"), (BRAIN, "fp32")]
+    policy: Any = "banned"
+    row = Row(policy, cells)
+    assert row == Row(CastPolicy.BANNED, ((BRAIN, CastPolicy.FP32), (HALF, CastPolicy.PROMOTE)))
+    cells.clear()
+    assert row.at(HALF) is CastPolicy.PROMOTE
+    assert isinstance(hash(row), int)
+
+
+def test_a_table_is_made_of_rows() -> None:
+    rows: Any = {"aten::mm": "fp32"}
+    with pytest.raises(OpTableError, match="made of rows"):
+        OpTable.from_rows(rows, name="mine")
+
+
+@pytest.mark.parametrize("name", ["half \ud800", 5, ["a"]])
+def test_a_name_that_no_file_can_hold(name: Any) -> None:
+    for arguments in ({"name": name}, {"device": name}):
+        with pytest.raises(OpTableError, match="are text"):
+            OpTable({}, **arguments)
+
+
+def test_nothing_keeps_a_table_that_is_no_longer_used() -> None:
+    made = [weakref.ref(OpTable({"mm": "fp32"}, name=str(i)).override({"exp": "fp32"})) for i in range(20)]
+    made += [weakref.ref(OpTable.from_toml('device = "cpu"\nbase = "default"\n[ops]\nexp = "fp32"'))]
+    made += [weakref.ref(pickle.loads(pickle.dumps(OpTable({"mm": {"float16": "fp32"}}))))]
+    assert [table for table in made if table() is not None] == []
+
+
+def test_named_tables_of_many_devices_are_not_all_kept() -> None:
+    made = [weakref.ref(OpTable.named("uniform", f"device{i}")) for i in range(200)]
+    assert sum(table() is not None for table in made) <= 64
+
+
 # -- Algebra -------------------------------------------------------------------------------------------
 
 
@@ -352,7 +423,30 @@ def test_rules_go_on_top_of_the_base() -> None:
         ('name = "x"', "an \\[ops\\] section"),
         ('ops = "fp32"', "an \\[ops\\] section"),
         ('nam = "x"\n[ops]\nmm = "fp32"', "got \\['nam', 'ops'\\]"),
-        ("[ops]\nmm = 32", "unknown policy 32"),
+        ("[ops]\nmm = 32", "unknown policy 32 for 'mm'"),
+        ("[ops]\nmm = 1979-05-27", "unknown policy"),
+        ("[ops]\nmm = nan", "unknown policy"),
+        ("[ops]\nmm = { float16 = { a = 1 } }", "unknown policy {'a': 1}"),
+        ('[ops]\nmm = { int8 = "fp32" }', "no region runs in torch.int8"),
+        ('[ops]\nmm = { _inductor = "fp32" }', "unknown dtype '_inductor'"),
+        ("[ops]\nmm = " + "{ b = " * 300 + "1" + "}" * 300, "unknown policy.{1,100}Policies are"),
+        ("[ops]\nmm = " + "[\n" * 20_000, "not a TOML op table"),
+        ("[ops]\nmm = 1" + "0" * 4_050, "unknown policy"),
+        ("[ops]\nmm = 1" + "0" * 100_000, "line 2 has 100006 characters"),
+        ("[ops]\n" + "a." * 100_000 + "a = 1", "line 2 has 200005 characters"),
+        (f'[ops]\n"{"softmax" * 100_000}" = "fp32"', "line 2 has"),
+        (f'[ops]\n"{"softmax" * 500}" = "fp32"', "^'softmax.{1,200}$"),
+        (f'[ops]\nmm = "{"fp32" * 900}"', "^unknown policy .{1,300}$"),
+        ('[ops]\n"a b" = "fp32"', "'a b' can't be an op's name"),
+        ('torch = "1.0"\n[ops]\n"::." = "fp32"', "'::.' can't be an op's name"),
+        ('torch = "1.0"\n[ops]\n"aten::x.y\\naten::mm" = "fp32"', "can't be an op's name"),
+        ('[ops]\n"@nosuch" = "fp32"', "unknown family '@nosuch'"),
+        ('[ops]\n"@fff" = "fp32"', "did you mean '@fft'"),
+        ('torch = 2.13\n[ops]\nmm = "fp32"', "torch is a string, got 2.13"),
+        ('device = 5\n[ops]\nmm = "fp32"', "device is a string, got 5"),
+        ('device = { a = 1 }\n[ops]\nmm = "fp32"', "device is a string"),
+        ('base = 5\ndevice = "cpu"\n[ops]', "base is a string, got 5"),
+        ('name = ["x"]\n[ops]', "name is a string"),
         ('[ops]\nmm = ["fp32"]', "unknown policy"),
         ('[ops]\nsofmax = "fp32"', "did you mean 'softmax'"),
         ('[ops]\n"mm" = { float17 = "fp32" }', "unknown dtype 'float17'"),
@@ -381,6 +475,24 @@ def test_error_in_a_file_names_the_file(tmp_path: Path) -> None:
         OpTable.load(path)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"[ops]\nmm = 'fp32' # \xe9", "[ops]".encode("utf-16"), bytes(range(256)), b"\x00" * 10_000],
+    ids=["latin-1", "utf-16", "binary", "zeros"],
+)
+def test_a_file_that_is_no_text(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_bytes(content)
+    with pytest.raises(OpTableError, match=r"broken\.toml: "):
+        OpTable.load(path)
+
+
+def test_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "table.toml"
+    path.write_bytes(b"\xef\xbb\xbf[ops]\nexp = 'fp32'")
+    assert OpTable.load(path) == OpTable({"exp": "fp32"})
+
+
 def test_error_in_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         OpTable.load(tmp_path / "none.toml")
@@ -393,6 +505,40 @@ def test_ops_of_another_torch_are_kept() -> None:
     table = OpTable.from_toml('torch = "1.0"\n[ops]\n"aten::nosuch.x" = "fp32"\n"aten::mm.default" = "promote"\n')
     assert table.policy("aten::nosuch.x") is CastPolicy.FP32
     assert table.policy("mm") is CastPolicy.PROMOTE
+
+
+def test_unknown_ops_cost_no_hint_and_leave_no_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty thousand of them took minutes, and made as many namespaces of torch's."""
+
+    def refuse(*_: object) -> str:
+        raise AssertionError("looked for names like one that is kept")
+
+    monkeypatch.setattr("mpamp.eligibility.nearest", refuse)
+    before = set(vars(torch.ops))
+    rules = "\n".join(f'"mpamp_none{i}::b.c" = "fp32"' for i in range(20_000))
+    table = OpTable.from_toml(f'torch = "1.0"\n[ops]\n{rules}')
+    assert len(table) == 20_000
+    assert set(vars(torch.ops)) == before
+    assert len(OpTable.from_toml(table.to_toml())) == 20_000
+    assert set(vars(torch.ops)) == before
+
+
+@pytest.mark.parametrize("name", ["mpamp_none::op", "mpamp_none::op.overload", "import_module::x.y", "__class__::y.z"])
+def test_an_unknown_op_leaves_no_namespace(name: str) -> None:
+    before = set(vars(torch.ops))
+    with pytest.raises(UnknownOpError):
+        OpTable({name: "fp32"})
+    assert find_overload(name) is None
+    assert set(vars(torch.ops)) == before
+
+
+def test_a_dtype_is_found_without_asking_torch_for_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "__getattr__", asked.append, raising=False)
+    for name in ("_inductor", "_dynamo", "onnx", "_export", "nosuch"):
+        with pytest.raises(OpTableError, match="unknown dtype"):
+            parse_dtype(name)
+    assert asked == []
 
 
 def test_policies_of_another_torch_are_checked() -> None:

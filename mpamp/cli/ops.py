@@ -13,8 +13,9 @@ import mpamp
 from mpamp.cli.output import dtype_name, errors_as_exits, print_json, print_table, quietly
 from mpamp.eligibility import resolve
 from mpamp.kernels import native_ops, needs_kernel
-from mpamp.optable import OpTable, Row, parse_dtype
+from mpamp.optable import OpTable, Row
 from mpamp.registry import DeviceState, device_state
+from mpamp.rows import parse_dtype
 
 __all__ = ["ops"]
 

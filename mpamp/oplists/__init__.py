@@ -10,8 +10,9 @@ from typing import Any
 
 from ..eligibility import find_overload
 from ..errors import OpTableError, nearest
-from ..optable import ANY_DEVICE, OpTable, Row, parse_dtype
+from ..optable import ANY_DEVICE, OpTable, Row
 from ..policy import CastPolicy
+from ..rows import parse_dtype
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,7 +58,7 @@ def _has_section(tables: dict[str, Any], name: str, by_device: dict[str, Any], d
     return "base" not in section or _has_section(tables, section["base"], tables[section["base"]], device)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)  # a device may have any name
 def load_table(name: str, device: str) -> OpTable:
     """Return the named table of a device type.
 

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..codegen import WRITTEN
 from ..eligibility import find_overload, is_in_place
 from ..errors import BannedOpError
-from ..optable import APPEND_DTYPE, Row, check_row
 from ..policy import CASTABLE, CastPolicy, target_dtype
+from ..rows import APPEND_DTYPE, Row, check_row
 from .conformance_arguments import Call, Maker, arguments
 from .conformance_report import Inapplicable, require
 from .conformance_subject import Subject, Test

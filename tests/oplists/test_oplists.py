@@ -11,7 +11,7 @@ import torch
 from mpamp import CastPolicy, OpTable, OpTableError
 from mpamp.eligibility import find_overload, is_out_of_place
 from mpamp.oplists import families, load_table, table_names
-from mpamp.optable import APPEND_DTYPE
+from mpamp.rows import APPEND_DTYPE
 from tests.parity.arguments import Maker, arguments
 from tests.parity.observe import (
     FAKE,
