@@ -3,27 +3,35 @@
 Only float32 weights are kept: any ``nn.Parameter``, frozen or not, and any leaf that requires grad. An
 entry holds the low-precision *data* and no autograd graph, for a graph would keep the weight alive; the
 cast that is linked to the weight's gradient is held weakly, and linked anew where it is gone.
+
+Nothing refers to the weight itself, not even weakly: ``torch.utils.swap_tensors`` would refuse it then. What
+an entry hangs on is the weight's storage. Writes that raise no version counter are told of by ``writes``.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-__all__ = ["CacheInfo", "CastCache", "cache_info", "clear_cache", "is_weight"]
+from .castentries import Entries, Entry, filled, state_of
+
+__all__ = ["CacheInfo", "CastCache", "cache_info", "clear_cache", "forget", "is_weight", "storage_of"]
 
 Tensor = torch.Tensor
 _float32 = torch.float32
 _is_grad_enabled = torch.is_grad_enabled
+_mode_depth = torch._C._len_torch_dispatch_stack
 
-_live: list[weakref.ref[_Entries]] = []
-_live_lock = threading.Lock()
 _KINDS: dict[type, str] = {torch.Tensor: "leaf", torch.nn.Parameter: "parameter"}
+
+
+# -- What is a weight ----------------------------------------------------------------------------------
 
 
 def _kind(cls: type) -> str:
@@ -38,9 +46,15 @@ def _kind(cls: type) -> str:
 def is_weight(tensor: Tensor) -> bool:
     """Tell whether the cache keeps casts of this tensor.
 
+    A tensor in a part of a larger storage is none: whoever owns the whole writes into it without raising the
+    tensor's version counter, such as flat parameters and ``vector_to_parameters``. Nor is one whose counter was
+    once set back after a write, as FSDP2 does with the parameters that it gathers.
+
     Example:
         >>> is_weight(torch.nn.Parameter(torch.ones(2), requires_grad=False)), is_weight(torch.ones(2))
         (True, False)
+        >>> is_weight(torch.nn.Parameter(torch.ones(4)[:2]))
+        False
     """
     cls = type(tensor)
     kind = _KINDS[cls] if cls in _KINDS else _kind(cls)
@@ -49,7 +63,79 @@ def is_weight(tensor: Tensor) -> bool:
             return False
     elif not kind:
         return False
-    return tensor.dtype is _float32 and tensor.layout is torch.strided and not tensor.is_inference()
+    if tensor.dtype is not _float32 or tensor.layout is not torch.strided or tensor.is_inference():
+        return False
+    storage = tensor.untyped_storage()
+    return storage.nbytes() == 4 * tensor.numel() and not hasattr(storage, _REWRITTEN)
+
+
+_REWRITTEN = "_mpamp_is_rewritten"
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return what a tensor lives in; None for layouts and classes that have no storage of their own."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+# -- The cache -----------------------------------------------------------------------------------------
+
+
+class CastCache(threading.local):
+    """Kept casts, apart for each thread."""
+
+    def __init__(self) -> None:
+        self.entries = Entries()
+        self.casts = 0
+
+    def find(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return the kept cast of a weight to ``dtype``, linked to its gradient where one is needed, or None."""
+        entry = self.entries.get((id(tensor), dtype))
+        if (
+            entry is None
+            or entry.state != (tensor._version, tensor.data_ptr(), tensor.stride(), tensor.shape)
+            or entry.storage() is not tensor.untyped_storage()
+            or entry.version != entry.low._version
+        ):
+            return None
+        depth = _mode_depth()
+        if depth or entry.depth:
+            return None if depth < entry.depth else _alias(entry, tensor)
+        if _is_grad_enabled() and tensor.requires_grad:
+            return _link(entry, tensor)
+        return entry.low
+
+    def add(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cast ``weight`` (float32) to ``dtype``, same shape, and keep the result."""
+        self.casts += 1
+        # What the cast is of is taken first: a thread that writes meanwhile leaves an entry that is never served.
+        last, state, storage = _last_drop[0], state_of(weight), weight.untyped_storage()
+        graph = _cast(weight, dtype)
+        is_linked = graph.requires_grad
+        entry = Entry(graph.detach() if is_linked else graph, state, storage, self.entries.home)
+        if is_linked and not entry.depth:
+            entry.graph = weakref.ref(graph)
+        self.entries.put((id(weight), dtype), entry)
+        if last is not _last_drop[0] or state != state_of(weight) or storage is not weight.untyped_storage():
+            self.drop(weight, dtype)
+        return graph
+
+    def drop(self, weight: Tensor, dtype: torch.dtype) -> None:
+        """Forget the kept cast of a weight to ``dtype``, if there is one."""
+        self.entries.remove((id(weight), dtype))
+
+    def clear(self) -> None:
+        """Forget the calling thread's kept casts."""
+        self.entries.clear()
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if not torch.is_inference_mode_enabled():
+        return weight.to(dtype)
+    with torch.inference_mode(False), torch.no_grad():  # so that a later backward pass can save it
+        return weight.to(dtype)
 
 
 class _Linked(torch.autograd.Function):
@@ -65,77 +151,14 @@ class _Linked(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
-class _Entry:
-    """One cast, and what must still be true of the weight for it to count."""
-
-    __slots__ = ("graph", "is_inference", "low", "state", "storage", "weight")
-
-    def __init__(self, weight: Tensor, low: Tensor, ref: weakref.ref[Tensor]) -> None:
-        self.low, self.weight, self.is_inference = low, ref, low.is_inference()
-        self.graph: weakref.ref[Tensor] | None = None
-        self.state = (weight._version, weight.data_ptr(), weight.stride(), weight.numel())
-        # A storage's Python object lives as long as the storage: other memory at the same address isn't taken for it.
-        self.storage = weakref.ref(weight.untyped_storage())
+def _alias(entry: Entry, weight: Tensor) -> Tensor:
+    """Return a cast for the eyes of dispatch modes, which may put hooks on it or detach it."""
+    if _is_grad_enabled() and weight.requires_grad:
+        return _Linked.apply(weight, entry.low)  # type: ignore[no-any-return,no-untyped-call]
+    return entry.low.detach()
 
 
-@dataclass(frozen=True, slots=True)
-class CacheInfo:
-    """Casts of weights that this thread's caches made, and entries that they hold now."""
-
-    casts: int
-    entries: int
-
-
-class _Entries(dict[tuple[int, torch.dtype], _Entry]):
-    """One thread's entries; other threads may drop some, but add none."""
-
-    __slots__ = ("__weakref__",)
-
-
-class CastCache(threading.local):
-    """Kept casts, apart for each thread: a cast queued on one thread's stream isn't ready on another's."""
-
-    def __init__(self) -> None:
-        self.entries = _Entries()
-        self.casts = 0
-        with _live_lock:
-            _live.append(weakref.ref(self.entries, _live.remove))
-
-    def find(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the kept cast of a weight to ``dtype``, linked to its gradient where one is needed, or None."""
-        entry = self.entries.get((id(tensor), dtype))
-        if (
-            entry is None
-            or entry.state != (tensor._version, tensor.data_ptr(), tensor.stride(), tensor.numel())
-            or entry.storage() is not tensor.untyped_storage()
-        ):
-            return None
-        if not _is_grad_enabled():
-            return entry.low
-        if entry.is_inference:
-            return None  # can't be saved for a backward pass
-        return _link(entry, tensor) if tensor.requires_grad else entry.low
-
-    def add(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Cast ``weight`` (float32) to ``dtype``, same shape, and keep the result."""
-        self.casts += 1
-        entries, key = self.entries, (id(weight), dtype)
-        ref = weakref.ref(weight, lambda _: entries.pop(key, None))
-        if weight.requires_grad and _is_grad_enabled():
-            graph = weight.to(dtype)
-            entries[key] = entry = _Entry(weight, graph.detach(), ref)
-            entry.graph = weakref.ref(graph)
-            return graph
-        low = weight.to(dtype)  # makes no graph: the weight is frozen, or grad mode is off
-        entries[key] = _Entry(weight, low, ref)
-        return low
-
-    def drop(self, weight: Tensor, dtype: torch.dtype) -> None:
-        """Forget the kept cast of a weight to ``dtype``, if there is one."""
-        self.entries.pop((id(weight), dtype), None)
-
-
-def _link(entry: _Entry, weight: Tensor) -> Tensor:
+def _link(entry: Entry, weight: Tensor) -> Tensor:
     graph = None if entry.graph is None else entry.graph()
     if graph is None:
         graph = _Linked.apply(weight, entry.low)  # type: ignore[no-untyped-call]
@@ -145,23 +168,24 @@ def _link(entry: _Entry, weight: Tensor) -> Tensor:
     return graph
 
 
+_last_drop = [object()]
+"""Stands for the last time that entries were dropped for a reason that no version counter shows."""
+
 REGION_CACHE = CastCache()
 """Lives until the calling thread's outermost region ends."""
 PERSISTENT_CACHE = CastCache()
 """Outlives the calling thread's regions."""
 
 
-def clear_cache() -> None:
-    """Drop every kept cast, of all threads.
+# -- All threads' --------------------------------------------------------------------------------------
 
-    Needed only after a weight was written through an alias that torch doesn't track, such as
-    ``p.data.copy_(x)`` inside a region, or between regions with ``persistent_cache=True``.
 
-    Example:
-        >>> clear_cache()
-    """
-    for entries in _filled():
-        entries.clear()
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """Casts of weights that this thread's caches made, and entries that they hold now."""
+
+    casts: int
+    entries: int
 
 
 def cache_info() -> CacheInfo:
@@ -173,38 +197,40 @@ def cache_info() -> CacheInfo:
         0
     """
     caches = (REGION_CACHE, PERSISTENT_CACHE)
+    for cache in caches:
+        cache.entries.sweep()
     return CacheInfo(sum(c.casts for c in caches), sum(len(c.entries) for c in caches))
 
 
-def _filled() -> list[_Entries]:
-    with _live_lock:
-        found = [ref() for ref in _live]
-    return [entries for entries in found if entries]
+def clear_cache() -> None:
+    """Drop every kept cast, of all threads.
 
+    Needed only after a weight was written in a way that torch doesn't track, such as ``p.data.copy_(x)``, inside
+    a region, or between regions with ``persistent_cache=True``.
 
-def _drop_updated(entries: _Entries, stepped: set[int]) -> None:
-    """Drop the entries that an optimizer step may have made stale.
-
-    Those are the step's own parameters, and every trainable weight: a flat or sharded parameter's
-    step changes weights that the optimizer has never seen.
+    Example:
+        >>> clear_cache()
     """
-    for key, entry in list(entries.items()):
-        weight = entry.weight()
-        if weight is None or weight.requires_grad or key[0] in stepped:
-            entries.pop(key, None)
+    _last_drop[0] = object()
+    for entries in filled():
+        entries.clear()
 
 
-def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    # Fused optimizers write into parameters without raising their _version.
-    filled = _filled()
-    if filled:
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for entries in filled:
-            _drop_updated(entries, stepped)
+def forget(tensors: Iterable[Tensor], *, for_good: bool = False) -> None:
+    """Drop the kept casts, of all threads, of weights that share memory with these tensors.
 
-
-def watch_optimizers() -> None:
-    """Have every optimizer's step drop the casts that it makes stale; called once, at the first region."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    register_optimizer_step_post_hook(_after_optimizer_step)
+    Args:
+        tensors: What was written to.
+        for_good: Never keep a cast of a weight there again.
+    """
+    _last_drop[0] = object()  # before entries go: a cast that was begun before isn't kept after
+    caches = filled()
+    if not caches and not for_good:
+        return
+    storages = [s for s in map(storage_of, tensors) if s is not None]
+    if for_good:
+        for storage in storages:
+            setattr(storage, _REWRITTEN, True)
+    for number in {s._cdata for s in storages}:
+        for entries in caches:
+            entries.forget(number)

@@ -9,13 +9,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from .castcache import CastCache, is_weight
-from .caster import caster
-from .compiling import is_compiling
 from .containers import autocast_types, map_tensors, tensors_in
 from .policy import CASTABLE, CastPolicy, target_dtype
-from .registry import get_backend
-from .saved import run_without, scope_now
+from .saved import run_without
 
 __all__ = ["casting", "float_function", "lower_precision_function", "promote_function"]
 
@@ -23,7 +19,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 Tensor = torch.Tensor
 POLICIES = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.FP32, CastPolicy.PROMOTE, CastPolicy.BANNED)
 """What can be done to a function's arguments; the other policies need an op's schema."""
-_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def lower_precision_function(function: F) -> F:
@@ -31,8 +26,8 @@ def lower_precision_function(function: F) -> F:
 
     In a region of the device that its tensor arguments are on, mpamp's or torch's, the eligible ones are
     cast, also in nested lists, tuples and mappings: floating tensors on that device. A call with any float64
-    tensor is left alone. Casts of float32 weights are kept as those of ops are. The function itself runs with
-    autocast off on that device. Outside of regions it is called as if it weren't decorated.
+    tensor is left alone. The casts are the function's own, made at each call. It runs with autocast off on that
+    device. Outside of regions it is called as if it weren't decorated.
 
     Raises:
         TypeError: It isn't callable, it is a class, or it is a generator or async function, whose body would
@@ -107,12 +102,9 @@ def casting(function: Any, policy: CastPolicy | str) -> Any:
         if not active:
             return function(*args, **kwargs)
         targets = _targets(policy, name, active, tensors)
-        if is_compiling():
-            args, kwargs = _cast_all((args, kwargs), targets, lambda t: t.to(targets[t.device.type]))
-            return run_without(active, function, args, kwargs)
-        with _Casts(targets) as casts:
-            args, kwargs = _cast_all((args, kwargs), targets, casts.cast)
-            return casts.check(run_without(active, function, args, kwargs))
+        # Anew, weights too: a function may write into its arguments, return them and put hooks on them.
+        args, kwargs = _cast_all((args, kwargs), targets, lambda t: t.to(targets[t.device.type]))
+        return run_without(active, function, args, kwargs)
 
     wrapper.__script_unsupported = "a decorated function is not supported in script mode"  # type: ignore[attr-defined]
     return wrapper
@@ -148,37 +140,3 @@ def _cast_all(values: Any, targets: dict[str, torch.dtype], cast_one: Callable[[
         return target is not None and tensor.dtype is not target and tensor.dtype in CASTABLE
 
     return map_tensors(values, cast_one, is_eligible)
-
-
-class _Casts:
-    """The casts of one call. Unlike an op, a function may write into an argument, or return it: those aren't kept."""
-
-    def __init__(self, targets: dict[str, torch.dtype]) -> None:
-        self.targets = targets
-        self.scopes = {device_type: scope_now(device_type) for device_type in targets}
-        self.kept: list[tuple[CastCache, Tensor, Tensor, int]] = []
-
-    def cast(self, tensor: Tensor) -> Tensor:
-        device_type = tensor.device.type
-        target, scope = self.targets[device_type], self.scopes[device_type]
-        if scope is None:
-            return tensor.to(target)
-        low = caster(get_backend(device_type), keep=True)(tensor, target, scope)
-        if scope.cache is not None and is_weight(tensor) and not low.is_inference():
-            self.kept.append((scope.cache, tensor, low, low._version))
-        return low
-
-    def check(self, output: Any) -> Any:
-        """Forget the kept casts that reach the caller in ``output``, which is returned."""
-        for cache, weight, low, _ in self.kept:
-            if any(_is_alias_of(low, tensor) for tensor in tensors_in(output)):
-                cache.drop(weight, low.dtype)
-        return output
-
-    def __enter__(self) -> _Casts:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for cache, weight, low, version in self.kept:
-            if low._version != version:
-                cache.drop(weight, low.dtype)

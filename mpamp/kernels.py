@@ -17,7 +17,6 @@ import torch
 from torch._ops import OpOverload
 
 from . import scope as _scope
-from .castcache import watch_optimizers
 from .codegen import Nowhere, build
 from .eligibility import find_overload, overload_name
 from .oplists import load_table, table_names
@@ -25,6 +24,7 @@ from .optable import OpTable, Row
 from .policy import CastPolicy
 from .registry import DeviceState
 from .threads import serve_data_parallel
+from .writes import watch_writes
 
 __all__ = ["install", "installed", "tag_compiler_caches", "tidy", "withdraw"]
 
@@ -109,7 +109,7 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> None:
 
 @functools.cache
 def _prepare_once() -> None:
-    watch_optimizers()
+    watch_writes()
     serve_data_parallel()
 
 

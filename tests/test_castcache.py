@@ -338,7 +338,6 @@ def test_a_change_in_the_region_is_seen(weight: Parameter, x: Tensor, change: st
         assert not torch.equal(functional.linear(x, weight), before)
 
 
-@pytest.mark.xfail(strict=True, reason="torch swaps no tensor that has a weak reference, and the cache holds one")
 @pytest.mark.parametrize("persistent", [False, True], ids=["region", "persistent"])
 def test_swap_tensors_works_and_is_seen(weight: Parameter, x: Tensor, persistent: bool) -> None:
     with region(persistent_cache=persistent):

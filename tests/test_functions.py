@@ -253,35 +253,75 @@ def test_policies_for_ops_only_are_refused() -> None:
         casting(dtypes, "lower_precision")
 
 
-# -- Casts of weights are kept -----------------------------------------------------------------------
+# -- Its arguments are its own -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("region", "casts"),
-    [
-        (lambda: mpamp.autocast("cpu", dtype=HALF), 1),
-        (lambda: mpamp.autocast("cpu", dtype=HALF, persistent_cache=True), 1),
-        (lambda: mpamp.autocast("cpu", dtype=HALF, cache_enabled=False), 3),
-        (lambda: torch.autocast("cpu", dtype=HALF), 3),
-    ],
-    ids=["region", "persistent", "no cache", "torch"],
-)
-def test_a_weight_is_cast_once_a_region(region: Any, casts: int) -> None:
+CACHES: dict[str, Any] = {
+    "region": lambda: mpamp.autocast("cpu", dtype=HALF),
+    "persistent": lambda: mpamp.autocast("cpu", dtype=HALF, persistent_cache=True),
+    "no cache": lambda: mpamp.autocast("cpu", dtype=HALF, cache_enabled=False),
+    "torch": lambda: torch.autocast("cpu", dtype=HALF),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_each_call_casts_weights_for_itself_alone(cache: str) -> None:
     weight = torch.nn.Parameter(tensor())
     function = lower_precision_function(lambda x, w: x @ w)
-    with WeightCastCounter([weight]) as counter, region():
+    with WeightCastCounter([weight]) as counter, CACHES[cache]():
         for _ in range(3):
             function(tensor(HALF), weight)
-    assert counter.count == casts
+        assert mpamp.cache_info().entries == 0
+    assert counter.count == 3
+
+
+def _detach(w: Tensor) -> None:
+    w.detach_()
+
+
+def _hook(w: Tensor) -> None:
+    if w.requires_grad:
+        w.register_hook(lambda grad: grad * 100)
+
+
+def _node_hook(w: Tensor) -> None:
+    if w.grad_fn is not None:
+        w.grad_fn.register_prehook(lambda grads: (grads[0] * 100,))
+
+
+SPOIL: dict[str, Any] = {
+    "hook": _hook,
+    "hook of the node": _node_hook,
+    "retain_grad": lambda w: w.requires_grad and w.retain_grad(),
+    "detach_": _detach,
+    "write": lambda w: w.mul_(100),
+    "write into an alias": lambda w: w.detach().mul_(100),
+    "write into the data": lambda w: w.data.mul_(100),
+    "write into the storage": lambda w: w.untyped_storage().fill_(0),
+    "free the storage": lambda w: w.untyped_storage().resize_(0),
+    "other data": lambda w: setattr(w, "data", torch.zeros(1, dtype=w.dtype)),
+    "set_": lambda w: w.detach().set_(torch.zeros(1, dtype=w.dtype)),
+}
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["region", "persistent"])
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("act", SPOIL)
+def test_what_a_function_does_to_its_arguments_reaches_no_other_use(
+    act: str, requires_grad: bool, persistent: bool
+) -> None:
+    weight = torch.nn.Parameter(tensor(), requires_grad=requires_grad)
+    function = lower_precision_function(lambda w: SPOIL[act](w))
+    x = tensor().requires_grad_()
+    with mpamp.autocast("cpu", dtype=HALF, persistent_cache=persistent):
+        before = torch.mm(x, weight)
+        function(weight)
+        after = torch.mm(x, weight)
+    assert torch.equal(after, before)
+    (before.float().sum() + after.float().sum()).backward()
+    if requires_grad:
+        assert weight.grad.unique().tolist() == [4.0]
     mpamp.clear_cache()
-
-
-def test_a_kept_cast_is_shared_with_ops() -> None:
-    weight = torch.nn.Parameter(tensor())
-    with WeightCastCounter([weight]) as counter, mpamp.autocast("cpu", dtype=HALF):
-        torch.mm(tensor(), weight)
-        lower_precision_function(torch.mm)(tensor(), weight)
-    assert counter.count == 1
 
 
 def test_a_changed_weight_is_cast_anew() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -104,13 +105,15 @@ class AmpHandle:
     @property
     def cache(self) -> dict[Any, torch.Tensor]:
         """The weights whose casts this thread keeps, and the casts."""
-        entries = list(castcache.REGION_CACHE.entries.values())
-        return {weight: e.low for e in entries if (weight := e.weight()) is not None}
+        kept = {number: entry.low for (number, _), entry in castcache.REGION_CACHE.entries.items()}
+        # Nothing refers to the weights: who asks for them, which scripts don't, waits until they are found.
+        found = (o for o in gc.get_objects() if id(o) in kept)
+        return {o: kept[id(o)] for o in found if isinstance(o, torch.Tensor)}
 
     def remove_cache(self, param: torch.Tensor) -> None:
         """Drop a weight's cast."""
         for dtype in (torch.float16, torch.bfloat16):
-            castcache.REGION_CACHE.entries.pop((id(param), dtype), None)
+            castcache.REGION_CACHE.drop(param, dtype)
 
     def _clear_cache(self) -> None:
         castcache.clear_cache()

@@ -1,0 +1,104 @@
+"""What the cast cache holds: casts, what must still be true of their weights, and the storages they hang on."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+__all__ = ["Entries", "Entry", "filled", "state_of"]
+
+Tensor = torch.Tensor
+Key = tuple[int, torch.dtype]
+"""A weight's id, and the dtype that it was cast to."""
+_mode_depth = torch._C._len_torch_dispatch_stack
+
+
+def state_of(weight: Tensor) -> tuple[Any, ...]:
+    """Return what changes where a weight is written to or given other data."""
+    return (weight._version, weight.data_ptr(), weight.stride(), weight.shape)
+
+
+class Entry:
+    """One cast, and what must still be true of the weight for it to count."""
+
+    __slots__ = ("depth", "graph", "low", "number", "state", "storage", "version")
+
+    def __init__(
+        self, low: Tensor, state: tuple[Any, ...], storage: torch.UntypedStorage, home: weakref.ref[Entries]
+    ) -> None:
+        self.low, self.version, self.state = low, low._version, state
+        self.number: int = storage._cdata
+        self.storage = _hang(storage, home)
+        self.graph: weakref.ref[Tensor] | None = None
+        self.depth = _mode_depth()
+        """How many dispatch modes saw the cast being made: what they gave isn't for use outside of them."""
+
+
+def _hang(storage: torch.UntypedStorage, home: weakref.ref[Entries]) -> weakref.ref[torch.UntypedStorage]:
+    """Refer to a storage such that its entries go with it: its Python object lives as long as the memory does."""
+    number = storage._cdata
+
+    def drop(_: object) -> None:
+        entries = home()  # held weakly: they go with their thread
+        if entries is not None:
+            entries.forget(number)
+
+    return weakref.ref(storage, drop)
+
+
+class Entries(dict[Key, Entry]):
+    """One thread's entries; other threads may drop some, but add none.
+
+    A storage has one entry a dtype: of two weights that share all of it, the one used last.
+    """
+
+    __slots__ = ("__weakref__", "home", "keys_of")
+
+    def __init__(self) -> None:
+        super().__init__()
+        number = id(self)
+        self.home = _live[number] = weakref.ref(self, lambda _: _live.pop(number, None))
+        self.keys_of: dict[int, dict[torch.dtype, int]] = {}
+        """By storage: each dtype of its entries, and the weight's id."""
+
+    def put(self, key: Key, entry: Entry) -> None:
+        number, dtype = key
+        self.remove(key)
+        ids = self.keys_of.setdefault(entry.number, {})
+        self.pop((ids.get(dtype, number), dtype), None)
+        ids[dtype] = number
+        self[key] = entry
+
+    def remove(self, key: Key) -> None:
+        entry = self.pop(key, None)
+        if entry is not None:
+            ids = self.keys_of.get(entry.number, {})
+            ids.pop(key[1], None)
+            if not ids:
+                self.keys_of.pop(entry.number, None)
+
+    def forget(self, storage: int) -> None:
+        """Drop the entries that hang on a storage."""
+        for dtype, number in list(self.keys_of.pop(storage, {}).items()):
+            self.pop((number, dtype), None)
+
+    def clear(self) -> None:
+        super().clear()
+        self.keys_of.clear()
+
+    def sweep(self) -> None:
+        """Drop the entries of storages that were freed in place: they can't come back unchanged."""
+        for entry in list(self.values()):
+            storage = entry.storage()
+            if storage is None or not storage.nbytes():
+                self.forget(entry.number)
+
+
+_live: dict[int, weakref.ref[Entries]] = {}
+
+
+def filled() -> list[Entries]:
+    """Return the entries of every thread's caches that have some."""
+    return [entries for ref in list(_live.values()) if (entries := ref())]
