@@ -9,13 +9,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from mpamp import oplists
 from mpamp.cli.output import dtype_name
 from mpamp.oplists import table_names
 from mpamp.optable import OpTable
 from mpamp.policy import CastPolicy
 
 DEVICES = ("cpu", "cuda", "xpu")
-_MARKER = re.compile(r"^<!-- (names|table|diff): *(.*?) *-->$", flags=re.M)
+_MARKER = re.compile(r"^<!-- (names|table|diff|families): *(.*?) *-->$", flags=re.M)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -47,7 +48,7 @@ def table(name: str, device: str) -> str:
             elif dtypes:
                 by_regions.setdefault(", ".join(dtypes), []).append(op)
         for regions, ops in sorted(by_regions.items()):
-            lines.append(f"| `{policy}` | {regions} | {', '.join(f'`{_short(op)}`' for op in ops)} |")
+            lines.append(f"| `{policy}` | {regions} | {_listed(ops)} |")
     return "\n".join(lines)
 
 
@@ -58,12 +59,22 @@ def diff(device: str, left: str, right: str) -> str:
         changes.setdefault((str(d.left or "not listed"), str(d.right or "not listed")), []).append(d.op)
     lines = [f"| `{left}` | `{right}` | ops |", "|---|---|---|"]
     for (before, after), ops in sorted(changes.items()):
-        lines.append(f"| {before} | {after} | {', '.join(f'`{_short(op)}`' for op in ops)} |")
+        lines.append(f"| {before} | {after} | {_listed(ops)} |")
     return "\n".join(lines)
+
+
+def families() -> str:
+    """Return the families of ops, each with its ops."""
+    lines = ["| family | ops |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `@{name}` | {_listed(ops)} |" for name, ops in sorted(oplists.families().items()))])
+
+
+def _listed(ops: list[str]) -> str:
+    return ", ".join(f"`{_short(op)}`" for op in ops)
 
 
 def _short(op: str) -> str:
     return op.removeprefix("aten::")
 
 
-_WRITERS: dict[str, Callable[..., str]] = {"names": names, "table": table, "diff": diff}
+_WRITERS: dict[str, Callable[..., str]] = {"names": names, "table": table, "diff": diff, "families": families}

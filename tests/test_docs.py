@@ -18,6 +18,7 @@ import pytest
 import mpamp
 from mpamp import errors
 from mpamp.cli.app import app
+from mpamp.oplists import families
 from mpamp.optable import OpTable
 from mpamp.plugins import hookspecs
 from mpamp.policy import CastPolicy
@@ -95,6 +96,13 @@ def test_a_table_is_generated_with_all_its_rows(device: str, generate: types.Mod
         for op in re.findall(r"`([^`]+)`", ops):
             found.setdefault(op if "::" in op else f"aten::{op}", set()).add(policy)
     assert found == {op: {p.value for p in row.policies()} for op, row in table.items() if row.policies()}
+
+
+def test_every_family_is_generated_with_all_its_ops(generate: types.ModuleType) -> None:
+    assert "<!-- families: -->" in _page("tables.md")
+    text = generate.on_page_markdown("<!-- families: -->")
+    rows = re.findall(r"^\| `@(\w+)` \| (.+) \|$", text, flags=re.M)
+    assert {name: re.findall(r"`([^`]+)`", ops) for name, ops in rows} == families()
 
 
 def test_every_device_has_its_table_and_difference(generate: types.ModuleType) -> None:

@@ -11,9 +11,9 @@ import torch
 
 import mpamp
 from mpamp.cli.output import dtype_name, errors_as_exits, print_json, print_table, quietly
-from mpamp.eligibility import resolve
 from mpamp.kernels import native_ops, needs_kernel
 from mpamp.optable import OpTable, Row
+from mpamp.policy import CastPolicy
 from mpamp.registry import DeviceState, device_state
 from mpamp.rows import parse_dtype
 
@@ -37,15 +37,15 @@ def ops(
 ) -> None:
     """Show the policy of each OP (of every listed op, if none is named) in a region.
 
-    OP is a name such as softmax, softmax.int or mylib::attention. The kernel is torch's, mpamp's, or none: the op
-    then runs in the dtypes that it is called with.
+    OP is a name such as softmax, softmax.int, mylib::attention or, of a family, @fft. The kernel is torch's, mpamp's,
+    or none: the op then runs in the dtypes that it is called with.
     """
     with errors_as_exits(), quietly():
         # A region without arguments picks the device as this command does.
         device = device_state(mpamp.autocast().device_type if device_name is None else device_name.partition(":")[0])
         dtype = _region_dtype(device, dtype_text)
         table = _table(device, table_name)
-        wanted = [overload for name in op_names for overload in resolve(name)]
+        wanted = [overload for name in op_names for overload in OpTable({name: CastPolicy.FALLTHROUGH})]
         other = None if other_name is None else _table(device, other_name)
     if other is None:
         _show(device, dtype, table, wanted, as_json)

@@ -12,7 +12,7 @@ from ..eligibility import find_overload
 from ..errors import OpTableError, nearest
 from ..optable import ANY_DEVICE, OpTable, Row
 from ..policy import CastPolicy
-from ..rows import parse_dtype
+from ..rows import FAMILY_SIGN, parse_dtype
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,7 +37,18 @@ def families() -> dict[str, list[str]]:
         >>> "fft_rfft2" in families()["fft"]
         True
     """
-    return dict(_data("families.toml"))
+    return {name: list(ops) for name, ops in _families().items()}
+
+
+@functools.cache
+def _families() -> dict[str, list[str]]:
+    listed = _data("families.toml")
+
+    def expand(names: Iterable[str]) -> list[str]:
+        parts = [expand(listed[name[1:]]) if name.startswith(FAMILY_SIGN) else [name] for name in names]
+        return [op for part in parts for op in part]
+
+    return {name: expand(names) for name, names in listed.items()}
 
 
 def table_names(device: str) -> list[str]:
@@ -119,5 +130,5 @@ def _listed(section: dict[str, Any]) -> list[tuple[str, CastPolicy]]:
 def _expand(names: Iterable[str]) -> list[str]:
     found: list[str] = []
     for name in names:
-        found += families()[name[1:]] if name.startswith("@") else [name]
+        found += _families()[name[1:]] if name.startswith(FAMILY_SIGN) else [name]
     return [f"aten::{op}" for op in found]

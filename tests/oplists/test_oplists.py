@@ -78,7 +78,9 @@ def test_family(family: str) -> None:
 
 
 def test_every_op_is_in_one_family() -> None:
-    counts = Counter(op for ops in families().values() for op in ops)
+    """But for a family that says that it has another's."""
+    contained = {"matmul_in_place"}
+    counts = Counter(op for name, ops in families().items() if name not in contained for op in ops)
     assert [op for op, count in counts.items() if count > 1] == []
 
 
