@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,12 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from .castentries import Entries, Entry, filled, state_of
+from .streams import Readiness
 
 __all__ = ["CacheInfo", "CastCache", "cache_info", "clear_cache", "forget", "is_weight", "storage_of"]
 
 Tensor = torch.Tensor
+StreamOf = Callable[[Tensor], int]
 _float32 = torch.float32
 _is_grad_enabled = torch.is_grad_enabled
 _mode_depth = torch._C._len_torch_dispatch_stack
@@ -83,40 +85,60 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 # -- The cache -----------------------------------------------------------------------------------------
 
 
-class CastCache(threading.local):
-    """Kept casts, apart for each thread."""
-
+class _Local(threading.local):
     def __init__(self) -> None:
         self.entries = Entries()
         self.casts = 0
 
-    def find(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the kept cast of a weight to ``dtype``, linked to its gradient where one is needed, or None."""
-        entry = self.entries.get((id(tensor), dtype))
+
+class CastCache:
+    """Kept casts, apart for each thread."""
+
+    def __init__(self) -> None:
+        self._local = _Local()
+
+    @property
+    def entries(self) -> Entries:
+        """The calling thread's entries."""
+        return self._local.entries
+
+    @property
+    def casts(self) -> int:
+        """How many casts the calling thread has made here."""
+        return self._local.casts
+
+    def find(self, tensor: Tensor, dtype: torch.dtype, stream_of: StreamOf | None = None) -> Tensor | None:
+        """Return the kept cast of a weight to ``dtype``, linked to its gradient where one is needed, or None.
+
+        ``stream_of`` numbers the stream that the tensor's device queues work on now; None if there is but one.
+        """
+        entry = self._local.entries.get((id(tensor), dtype))
         if (
             entry is None
             or entry.state != (tensor._version, tensor.data_ptr(), tensor.stride(), tensor.shape)
             or entry.storage() is not tensor.untyped_storage()
-            or entry.version != entry.low._version
         ):
             return None
-        depth = _mode_depth()
-        if depth or entry.depth:
-            return None if depth < entry.depth else _alias(entry, tensor)
+        if stream_of is not None and not _is_ready(entry, stream_of(tensor)):
+            return None
+        if entry.is_seen or _mode_depth():
+            return _guarded(entry, tensor)
         if _is_grad_enabled() and tensor.requires_grad:
             return _link(entry, tensor)
         return entry.low
 
-    def add(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def add(self, weight: Tensor, dtype: torch.dtype, stream_of: StreamOf | None = None) -> Tensor:
         """Cast ``weight`` (float32) to ``dtype``, same shape, and keep the result."""
-        self.casts += 1
+        self._local.casts += 1
         # What the cast is of is taken first: a thread that writes meanwhile leaves an entry that is never served.
         last, state, storage = _last_drop[0], state_of(weight), weight.untyped_storage()
         graph = _cast(weight, dtype)
         is_linked = graph.requires_grad
         entry = Entry(graph.detach() if is_linked else graph, state, storage, self.entries.home)
-        if is_linked and not entry.depth:
+        if is_linked and not entry.is_seen:
             entry.graph = weakref.ref(graph)
+        if stream_of is not None:
+            entry.readiness = Readiness(weight.device, stream_of(weight))
         self.entries.put((id(weight), dtype), entry)
         if last is not _last_drop[0] or state != state_of(weight) or storage is not weight.untyped_storage():
             self.drop(weight, dtype)
@@ -129,6 +151,11 @@ class CastCache(threading.local):
     def clear(self) -> None:
         """Forget the calling thread's kept casts."""
         self.entries.clear()
+
+
+def _is_ready(entry: Entry, stream: int) -> bool:
+    readiness = entry.readiness
+    return readiness is not None and (readiness.stream == stream or readiness.admit(entry.low, stream))
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,8 +178,11 @@ class _Linked(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
-def _alias(entry: Entry, weight: Tensor) -> Tensor:
-    """Return a cast for the eyes of dispatch modes, which may put hooks on it or detach it."""
+def _guarded(entry: Entry, weight: Tensor) -> Tensor | None:
+    """Return a kept cast where dispatch modes see it, or have seen it: code of others, that may do anything to it."""
+    depth, entry.is_seen = _mode_depth(), True
+    if depth < entry.depth or entry.version != entry.low._version:
+        return None
     if _is_grad_enabled() and weight.requires_grad:
         return _Linked.apply(weight, entry.low)  # type: ignore[no-any-return,no-untyped-call]
     return entry.low.detach()

@@ -27,7 +27,7 @@ def keeper(backend: Backend) -> tuple[Callable[[Scope], bool], Callable[..., tor
 
     The latter returns a tensor that isn't a weight as it is.
     """
-    on_device, capturing = backend.tensor_check(), backend.capture_check()
+    on_device, capturing, stream_of = backend.tensor_check(), backend.capture_check(), backend.stream_check()
     is_tracing = torch._C._is_tracing
     functorch = torch._C._functorch.peek_interpreter_stack
 
@@ -37,11 +37,11 @@ def keeper(backend: Backend) -> tuple[Callable[[Scope], bool], Callable[..., tor
         return capturing is None or not capturing()
 
     def kept(tensor: torch.Tensor, target: torch.dtype, cache: Any) -> torch.Tensor:
-        found = cache.find(tensor, target)
+        found = cache.find(tensor, target, stream_of)
         if found is not None:
             return found  # type: ignore[no-any-return]
         if is_weight(tensor) and on_device(tensor):
-            return cache.add(tensor, target)  # type: ignore[no-any-return]
+            return cache.add(tensor, target, stream_of)  # type: ignore[no-any-return]
         return tensor
 
     return may_keep, kept

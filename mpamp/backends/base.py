@@ -61,7 +61,20 @@ class Backend:
 
     def capture_check(self) -> Callable[[], bool] | None:
         """Return a function that tells whether the calling thread records a graph for replay, or None."""
-        return None
+        check = getattr(getattr(torch, self.device_type, None), "is_current_stream_capturing", None)
+        return check if check is not None and self.is_available() else None
+
+    def stream_check(self) -> Callable[[torch.Tensor], int] | None:
+        """Return a function that numbers the stream on which a tensor's device queues work now, or None.
+
+        None means that the device has one queue. A stream's number is its own as long as the stream exists; streams
+        and events themselves are torch's generic ones (``torch.accelerator.current_stream``, ``torch.Event``).
+        """
+        accelerator = torch.accelerator.current_accelerator()
+        has_streams = hasattr(getattr(torch, self.device_type, None), "current_stream")
+        if accelerator is None or accelerator.type != self.device_type or not has_streams or not self.is_available():
+            return None
+        return lambda tensor: torch.accelerator.current_stream(tensor.device).stream_id
 
     def has_kernel(self, op: str) -> bool:
         """Tell whether the device has a kernel of its own for an op, such as ``"aten::_amp_update_scale_"``.

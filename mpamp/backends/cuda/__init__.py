@@ -28,6 +28,12 @@ class CudaBackend(Backend):
     def capture_check(self) -> Callable[[], bool] | None:
         return torch._C._cuda_isCurrentStreamCapturing if self.is_available() else None
 
+    def stream_check(self) -> Callable[[torch.Tensor], int] | None:
+        if not self.is_available():
+            return None
+        current = torch._C._cuda_getCurrentRawStream
+        return lambda tensor: current(tensor.get_device())
+
 
 @hookimpl(trylast=True)
 def mpamp_backends() -> list[Backend]:
