@@ -10,14 +10,26 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from . import scope as _scope
 from .castcache import PERSISTENT_CACHE, REGION_CACHE
-from .compiling import Contexts, left_out_by_itself, run_while_tracing, traced
+from .compiling import Contexts, is_dynamo_compiling, is_exporting, left_out_by_itself, run_while_tracing, traced
 from .decorating import decorate
-from .errors import MpampWarning, RegionError, UnsupportedDtypeError
+from .entries import enter, leave
+from .errors import MpampWarning, UnsupportedDtypeError
+from .marks import (
+    CARRIERS,
+    DEFAULT_MARK,
+    NO_MARK,
+    Change,
+    Mark,
+    changes_to,
+    compose_mark,
+    make_way,
+    mark_contexts,
+    read_mark,
+)
 from .optable import OpTable
 from .policy import CastPolicy
-from .scope import DEFAULT_MARK, NO_MARK
+from .scope import MARK, THREAD, Scope, graph_task, mark_here
 
 __all__ = ["Region", "autocast"]
 
@@ -30,24 +42,25 @@ _get_dtype = torch.get_autocast_dtype
 _set_dtype = torch.set_autocast_dtype
 _get_cache = torch.is_autocast_cache_enabled
 _set_cache = torch.set_autocast_cache_enabled
-_thread = _scope.THREAD
-_graph_task = torch._C._current_graph_task_id
-_FIRST_KEY = _scope.FIRST_KEY
-_compiler = torch.compiler
-is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_thread = THREAD
+
+_NOT_READY = -1
+_MOST_REGIONS = 512
+_MOST_TRIES = 8
 
 
 class _Spec:
     """What one set of arguments of ``autocast`` means; shared by all regions that have them."""
 
     __slots__ = (
+        "_nested",
         "args",
         "device",
         "dtype",
         "enabled",
         "index",
-        "is_quick",
         "key",
+        "ready",
         "scope",
         "table",
         "type",
@@ -60,41 +73,42 @@ class _Spec:
         from .registry import device_state
 
         self.device = device_state(_device_type(device))
+        self.version = self.device.version  # before the table is read, for another thread may change it
+        self.ready = _NOT_READY
+        """The version of the device's rules and kernels that the region can be entered at without asking anything."""
         self.type, self.key, self.index = self.device.type, self.device.key, self.device.index
-        self.version = self.device.version
         self.args = (self.type, dtype, enabled, cache, ops, persistent)
         self.enabled = bool(enabled)
         self.dtype = _check_dtype(self.device, dtype) if self.enabled else torch.float32
+        default = self.device.table
         self.table = None if ops is None else self.device.table_for(ops)
-        mark = _scope.compose_mark(_scope.NO_MARK, self.type, self.table)
-        table = self.device.table if self.table is None else self.table
-        self.scope = _scope.Scope(table, None if not cache else PERSISTENT_CACHE if persistent else REGION_CACHE, mark)
-        self.is_quick = False
-        """Whether a region can be entered without asking anything first."""
-
-    def is_stale(self) -> bool:
-        """Tell whether the device's rules have changed since."""
-        return self.version != self.device.version
+        mark = compose_mark(NO_MARK, self.type, self.table)
+        kept_in = None if not cache else PERSISTENT_CACHE if persistent else REGION_CACHE
+        self.scope = Scope(default if self.table is None else self.table, kept_in, mark)
+        self._nested: tuple[Mark, Scope] = (NO_MARK, self.scope)
 
     def prepare(self) -> bool:
         """Install what the region needs; tell whether it casts anything on this machine."""
-        if not self.enabled:
-            return False
+        from .kernels import install
+
+        version = self.device.version
         is_available = self.device.backend.is_available()
         if not is_available and not _is_fake(self.type):
             return False
-        from .kernels import install
-
         install(self.device, self.scope.table, self.dtype)
-        if is_available and not self.device.is_being_overtaken():
-            self.is_quick = True
-            self.device.quick_specs.append(self)
+        if is_available and version == self.version and not self.device.is_being_overtaken():
+            self.ready = version
         return True
 
-    def scope_in(self, outer: int) -> _scope.Scope:
+    def scope_in(self, outer: Mark, task: int) -> Scope:
         """Return the scope of a region nested in one with a table of its own, or entered in a backward pass."""
-        mark = _scope.compose_mark(outer, self.type, self.table)
-        return _scope.Scope(self.scope.table, self.scope.cache, mark, _graph_task())
+        known, scope = self._nested
+        if known is outer and task == -1:
+            return scope
+        scope = Scope(self.scope.table, self.scope.cache, compose_mark(outer, self.type, self.table), task)
+        if task == -1:
+            self._nested = (outer, scope)
+        return scope
 
 
 _regions: dict[Any, Region] = {}
@@ -130,7 +144,7 @@ def autocast(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     enabled: bool = True,
-    cache_enabled: bool = True,
+    cache_enabled: bool | None = True,
     *,
     ops: Ops = None,
     persistent_cache: bool = False,
@@ -146,6 +160,7 @@ def autocast(
             default: float16 on CUDA, bfloat16 on XPU and the CPU. float32 runs those ops in float32.
         enabled: False runs everything in the dtypes that it is called with.
         cache_enabled: Whether a weight's cast is kept until the weight changes or the outermost region ends.
+            None, torch's own default, is True.
         ops: Rules for this region only, on top of the device's table, such as ``{"softmax": "fp32"}``;
             or a whole ``OpTable``. Nested regions don't inherit them.
         persistent_cache: Keep casts of weights after the region too, until the weight changes or goes away.
@@ -164,10 +179,12 @@ def autocast(
         ...     print((a @ a).softmax(0).dtype)
         torch.float32
     """
-    if is_dynamo_compiling() or _compiler._is_compiling_flag:
+    if is_dynamo_compiling() or is_exporting():
         return traced(_traced_contexts(device, dtype, enabled, ops))  # type: ignore[return-value]
     if device is None:
         device = _device_type(None)
+    if cache_enabled is None:
+        cache_enabled = True
     if enabled is True and cache_enabled is True and ops is None and persistent_cache is False:
         region = _plain.get((device, dtype))
         if region is None:
@@ -177,10 +194,14 @@ def autocast(
 
 
 def _region_of(device: Any, dtype: Any, enabled: bool, cache: bool, ops: Ops, persistent: bool) -> Region:
-    key = (device, dtype, enabled, cache, None if ops is None else _hashable(ops), persistent)
+    ops = _frozen(ops)
+    key = (device, dtype, enabled, cache, _contents(ops), persistent)
     region = _regions.get(key)
     if region is None:
-        region = _regions[key] = Region(_Spec(device, dtype, enabled, cache, ops, persistent))
+        region = Region(_Spec(device, dtype, enabled, cache, ops, persistent))
+        while len(_regions) >= _MOST_REGIONS:  # a region holds no state: whoever has it goes on using it
+            _regions.pop(next(iter(_regions)), None)
+        _regions[key] = region
     return region
 
 
@@ -192,10 +213,17 @@ def forget_regions(device_type: str) -> None:
             del made[key]
 
 
-def _hashable(ops: Any) -> Any:
-    if isinstance(ops, Mapping) and not isinstance(ops, OpTable):
-        return frozenset((op, rule if isinstance(rule, str) else repr(rule)) for op, rule in ops.items())
-    return ops if isinstance(ops, OpTable) else repr(ops)
+def _frozen(ops: Any) -> Any:
+    """Return what ``ops=`` holds now, whatever becomes of the user's object."""
+    if not isinstance(ops, Mapping) or isinstance(ops, OpTable):
+        return ops
+    return {op: dict(rule) if isinstance(rule, Mapping) else rule for op, rule in ops.items()}
+
+
+def _contents(ops: Any) -> Any:
+    if not isinstance(ops, dict):
+        return ops if isinstance(ops, OpTable) else repr(ops)
+    return frozenset((op, rule if isinstance(rule, str) else repr(rule)) for op, rule in ops.items())
 
 
 class Region:
@@ -223,63 +251,93 @@ class Region:
 
     def __enter__(self) -> Region:
         spec = self._spec
-        if not spec.is_quick:
-            if spec.is_stale():
-                spec = self._spec = _Spec(*spec.args)
-            if not spec.prepare():
-                return self._enter_disabled(spec)
-        state, key, scope, index = _thread.state, spec.key, spec.scope, spec.index
-        entries, scopes = state.entries, state.scopes
-        if _graph_task() != -1 or (entries and entries[-1][1] > DEFAULT_MARK):
-            mark = _scope.read_mark()
-            scope = spec.scope_in(mark)
+        if spec.ready != spec.device.version:
+            if not spec.enabled:
+                enter(self, [(_set_excluded, spec.key, True)])
+                return self
+            casts, spec = self._prepare()
+            if not casts:
+                enter(self, [])
+                return self
+        state, task = _thread.state, graph_task()
+        scopes, put, entries, flag = state.scopes, state.put, state.entries, _get_cache()
+        keys = CARRIERS.keys
+        if not keys or _is_excluded(keys[0]):
+            outer = NO_MARK
+        elif entries and not flag and scopes[MARK] is DEFAULT_MARK:
+            outer = DEFAULT_MARK
         else:
-            mark = entries[-1][1] if entries else NO_MARK
-        dtype, inner = _get_dtype(spec.type), scope.mark
-        if spec.dtype is not dtype:
-            _set_dtype(spec.type, spec.dtype)
-        span = _scope.open_span(spec.type, scope) if inner > DEFAULT_MARK or mark > DEFAULT_MARK else None
-        entries.append((self, inner, key, _is_excluded(key), spec, mark, scopes[index], dtype, _get_cache(), span))
-        scopes[index] = scope
-        _set_excluded(key, False)
-        _set_cache(False)
-        if mark != inner:
-            if mark == NO_MARK and inner == DEFAULT_MARK:
-                _set_excluded(_FIRST_KEY, False)
-            else:
-                _scope.write_mark(mark, inner)
+            outer = read_mark(bool(entries) or task != -1)
+            if outer is NO_MARK:
+                make_way()
+                keys = CARRIERS.keys
+        key, index = spec.key, spec.index
+        scope = spec.scope if task == -1 and outer.is_default else spec.scope_in(outer, task)
+        mark = scope.mark
+        if not (mark.is_default and outer.is_default and keys):
+            if outer is NO_MARK:
+                make_way()
+            changes: list[Change] = [(put, index, scope), (put, MARK, mark), (_set_dtype, spec.type, spec.dtype)]
+            enter(self, [*changes, *changes_to(mark), (_set_excluded, key, False)], False)
+            return self
+        dtype = _get_dtype(spec.type)
+        is_off, before, own, is_first = _is_excluded(key), scopes[index], scopes[MARK], outer is NO_MARK
+        entry: list[Any] = [self, flag, (key, is_off, spec.type, dtype, index, before, own, keys[0], is_first)]
+        try:
+            entries.append(entry)
+            _set_cache(False)
+            scopes[index] = scope
+            scopes[MARK] = mark
+            if spec.dtype is not dtype:
+                _set_dtype(spec.type, spec.dtype)
+            if is_first:
+                _set_excluded(keys[0], False)
+            _set_excluded(key, False)
+        except BaseException:
+            _set_excluded(key, is_off)
+            _set_excluded(keys[0], is_first)
+            _set_dtype(spec.type, dtype)
+            scopes[index] = before
+            scopes[MARK] = own
+            _set_cache(flag)
+            if entries and entries[-1] is entry:
+                entries.pop()
+            raise
         return self
 
-    def _enter_disabled(self, spec: _Spec) -> Region:
-        """Switch autocast off; or, on a device that isn't on this machine, do nothing."""
-        key, entries = None if spec.enabled else spec.key, _thread.state.entries
-        mark = entries[-1][1] if entries else _scope.read_mark()
-        excluded = key is not None and _is_excluded(key)
-        entries.append((self, mark, key, excluded, None, mark, None, None, None, None))
-        if key is not None:
-            _set_excluded(key, True)
-        return self
+    def _prepare(self) -> tuple[bool, _Spec]:
+        """Return whether the region casts on this machine, and what it is by the device's rules of now."""
+        for _ in range(_MOST_TRIES):  # another thread may change them all the time
+            spec = self._spec
+            if spec.version != spec.device.version:
+                spec = self._spec = _Spec(*spec.args)
+            casts = spec.prepare()
+            if spec.version == spec.device.version:
+                break
+        return casts, spec
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         state = _thread.state
-        entries = state.entries
-        saved = entries.pop() if entries and entries[-1][0] is self else _take(self, entries)
-        _, inner, key, excluded, spec, mark, outer, dtype, cache, span = saved
-        if key is not None:
-            _set_excluded(key, excluded)
-        if spec is not None:
-            _set_dtype(spec.type, dtype)
-            _set_cache(cache)
-            if mark != inner:
-                if mark == NO_MARK and inner == DEFAULT_MARK:
-                    _set_excluded(_FIRST_KEY, True)
-                else:
-                    _scope.write_mark(inner, mark)
-            state.scopes[spec.index] = outer
-        if span is not None:
-            span.close()
+        entries, scopes = state.entries, state.scopes
+        entry = entries[-1] if entries else None
+        if entry is None or entry[0] is not self or type(entry[2]) is not tuple:
+            leave(self)
+            return
+        key, is_off, name, dtype, index, before, own, first, is_first = entry[2]
+        try:
+            _set_excluded(key, is_off)
+            if is_first:
+                _set_excluded(first, True)
+            scopes[index], scopes[MARK] = before, own
+            _set_dtype(name, dtype)
+            _set_cache(entry[1])
+            entries.pop()
+        except BaseException:
+            if entries and entries[-1] is entry:
+                leave(self)
+            raise
         if not entries and state.casts:
             state.casts.clear()
 
@@ -318,40 +376,9 @@ def _is_fake(device_type: str) -> bool:
         warnings.warn(
             f"device {device_type!r} is not available on this machine: autocast regions for it do nothing.",
             MpampWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     return False
-
-
-_KEY, _EXCLUDED, _SPEC, _MARK, _OUTER, _DTYPE, _CACHE, _SPAN = range(2, 10)
-
-
-def _take(region: Region, entries: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Take out the entry of a region that isn't left in the reverse order; what is on now stays on.
-
-    What it would have restored is handed to the regions entered since, which restore it when they are left.
-    Returns the entry with what is still its own to restore.
-    """
-    index = next((i for i in range(len(entries) - 1, -1, -1) if entries[i][0] is region), None)
-    if index is None:
-        raise RegionError("a region was left on a thread that had not entered it; its own thread still has it open.")
-    left = list(entries.pop(index))
-    for later in range(index, len(entries)):
-        heir = list(entries[later])
-        if left[_SPEC] is not None and heir[_SPEC] is not None and left[_CACHE] is not None:
-            # The mark and torch's cache flag are the thread's, whatever the device.
-            heir[_MARK], heir[_CACHE], left[_CACHE] = left[_MARK], left[_CACHE], None
-            left[_MARK] = left[1] = heir[1]
-        if heir[_KEY] is left[_KEY] and heir[_KEY] is not None:
-            heir[_EXCLUDED] = left[_EXCLUDED]
-            if heir[_SPEC] is not None and left[_SPEC] is not None:
-                heir[_OUTER], heir[_DTYPE] = left[_OUTER], left[_DTYPE]
-                left[_SPEC] = None
-            left[_KEY] = None
-        entries[later] = tuple(heir)
-    if left[_SPEC] is not None and left[_CACHE] is None:
-        left[_CACHE] = _get_cache()
-    return tuple(left)
 
 
 @run_while_tracing
@@ -360,7 +387,7 @@ def _traced_contexts(device: str | torch.device | None, dtype: torch.dtype | Non
     from .kernels import install
 
     spec = _region_of(device, dtype, enabled, True, ops, False)._spec
-    if spec.is_stale():
+    if spec.version != spec.device.version:
         spec = _Spec(*spec.args)
     if not spec.enabled:
         return ((spec.device.type, spec.device.backend.default_dtype, False),)
@@ -369,6 +396,6 @@ def _traced_contexts(device: str | torch.device | None, dtype: torch.dtype | Non
         # torch.autocast takes no float32 on most devices: say it by the table instead.
         lower = {op: "fp32" for op, row in spec.scope.table.items() if CastPolicy.LOWER_PRECISION_FP in row.policies()}
         table, run_dtype = spec.scope.table.override(lower, source="float32"), spec.device.backend.default_dtype
-    mark = _scope.compose_mark(_scope.read_mark(), spec.device.type, table, is_compiled=True)
+    mark = compose_mark(mark_here(), spec.device.type, table, is_compiled=True)
     install(spec.device, spec.scope.table if table is None else table, run_dtype)
-    return ((spec.device.type, run_dtype, True), *_scope.mark_contexts(mark))
+    return ((spec.device.type, run_dtype, True), *mark_contexts(mark))

@@ -12,7 +12,15 @@ from torch.utils import _pytree
 
 from .optable import OpTable
 
-__all__ = ["Contexts", "is_compiling", "left_out_by_itself", "run_while_tracing", "traced"]
+__all__ = [
+    "Contexts",
+    "is_compiling",
+    "is_dynamo_compiling",
+    "is_exporting",
+    "left_out_by_itself",
+    "run_while_tracing",
+    "traced",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Contexts = tuple[tuple[str, torch.dtype, bool], ...]
@@ -22,9 +30,21 @@ _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._
 _pytree.register_constant(OpTable)  # else Dynamo in torch 2.8 can't hand one to what it runs
 
 
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+
 def is_compiling() -> bool:
-    """Tell whether Dynamo or export is tracing: torch's own regions are used then, for they understand those."""
-    return torch.compiler.is_compiling()
+    """Tell whether Dynamo or export traces this thread: torch's own regions are used then, for they know those."""
+    return is_dynamo_compiling() or is_exporting()
+
+
+def is_exporting() -> bool:
+    """Tell whether export runs this thread's program to trace it; torch's own flag is the process's."""
+    if not torch._C._is_torch_function_mode_enabled():
+        return False
+    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+
+    return any(isinstance(m, PreDispatchTorchFunctionMode) for m in torch.overrides._get_current_function_mode_stack())
 
 
 def run_while_tracing(function: F) -> F:

@@ -17,8 +17,10 @@ import torch
 from torch._ops import OpOverload
 
 from . import scope as _scope
+from .carrying import serve_autograd
 from .codegen import Nowhere, build
 from .eligibility import find_overload, overload_name
+from .marks import marks_in_use
 from .oplists import load_table, table_names
 from .optable import OpTable, Row
 from .policy import CastPolicy
@@ -111,6 +113,7 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> None:
 def _prepare_once() -> None:
     watch_writes()
     serve_data_parallel()
+    serve_autograd()
 
 
 def _reinstall(device: DeviceState) -> None:
@@ -193,7 +196,7 @@ def tag_compiler_caches() -> None:
     from .registry import devices_in_use
 
     parts = [f"{d.type}={d.table.fingerprint}" for d in sorted(devices_in_use(), key=lambda d: d.type)]
-    parts += [f"{m}:" + ",".join(sorted(f"{d}={t.fingerprint}" for d, t in p)) for m, p in _scope.tables_in_use()]
+    parts += [f"{m.state}:" + ",".join(sorted(f"{d}={t.fingerprint}" for d, t in m.tables)) for m in marks_in_use()]
     import torch.compiler.config as config
 
     digest = hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]

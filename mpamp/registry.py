@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.abc
+import itertools
 import sys
 import threading
 from collections.abc import Mapping
@@ -10,13 +11,17 @@ from typing import Any
 
 import torch
 
-from . import scope as _scope
 from .backends.base import Backend
 from .eligibility import find_overload
 from .errors import OpTableError, PluginConflictError
+from .marks import autocast_key, forget_compiled_code, retire_carrier
 from .optable import ANY_DEVICE, OpTable, Row
+from .scope import DEVICES
 
 __all__ = ["DeviceState", "device_state", "get_backend", "get_op_table", "set_op_rules"]
+
+
+_versions = itertools.count(1)
 
 
 class DeviceState:
@@ -25,19 +30,17 @@ class DeviceState:
     def __init__(self, backend: Backend) -> None:
         self.backend: Backend
         self.type = backend.device_type
-        self.key = _scope.autocast_key(backend.autocast_key)
+        self.key = autocast_key(backend.autocast_key)
         self.key_name = backend.autocast_key
         self.index = -1
         """The device's place in each thread's list of scopes, once it is in use."""
         self.version = 0
-        """Goes up whenever the default table changes."""
+        """Goes up after each change of the default table or the kernels: what was read before it may be of before."""
         self.unseen_modules = backend.watched_modules
         """Modules that would put Autocast kernels on top of ours when imported, and haven't been yet."""
         self.has_vendor_kernels = False
         """Whether the kernels under ours may be another's than torch's, with policies of their own."""
         self.see_modules()
-        self.quick_specs: list[Any] = []
-        """What regions were entered with, and can be again without asking anything first."""
         self.user_rules: dict[str, Row] = {}
         self.rules_of_plugins: dict[str, Row] = {}
         self.base: OpTable
@@ -72,9 +75,7 @@ class DeviceState:
 
     def invalidate(self) -> None:
         """Have every region of the device ask again, before it is next entered, what it needs."""
-        for spec in self.quick_specs:
-            spec.is_quick = False
-        self.quick_specs.clear()
+        self.version = next(_versions)
 
     def _apply(self) -> None:
         table = self.base
@@ -85,12 +86,10 @@ class DeviceState:
                 extra = OpTable.from_rows(rows, name=name, device=self.type)
                 table = table.override(extra, name=f"{table.name}+{name}")
         self.table = table
-        self.version += 1
         self.invalidate()
 
     def set_rules(self, rules: dict[str, Row]) -> None:
         """Replace the user's process-wide rules."""
-        _scope.record_default(self.type, self.table)
         self.user_rules = rules
         self._apply()
         _forget_compiled_code()
@@ -178,19 +177,21 @@ def device_state(device_type: str) -> DeviceState:
             except Exception as error:
                 manager().refuse(device_type, error)
                 raise
+            retire_carrier(device_type)
             rules = manager().op_rules(state.type, state.backend.lower_precision_dtypes)
             if rules:
                 state.add_plugin_rules(rules)
             if state.unseen_modules and not any(isinstance(f, _ImportWatcher) for f in sys.meta_path):
                 sys.meta_path.insert(0, _ImportWatcher())
-            state.index = len(_devices)  # not before: a plugin's hooks may have asked for other devices
+            state.index = len(DEVICES)  # not before: a plugin's hooks may have asked for other devices
+            DEVICES.append(state)
             _devices[device_type] = state
     return _devices[device_type]
 
 
 def devices_in_use() -> list[DeviceState]:
     """Return the devices that a region has asked for so far."""
-    return list(_devices.values())
+    return list(DEVICES)
 
 
 def get_backend(device: str | torch.device) -> Backend:
@@ -263,8 +264,7 @@ def _type_of(device: str | torch.device) -> str:
 
 
 def _forget_compiled_code() -> None:
-    if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].reset()
+    forget_compiled_code()
     from .kernels import tag_compiler_caches
 
     tag_compiler_caches()

@@ -9,29 +9,30 @@ from typing import Any
 
 import torch
 
-from . import scope as _scope
-from .autocast import autocast
-from .castcache import PERSISTENT_CACHE
 from .compiling import is_compiling
+from .entries import Restoring
+from .marks import NO_MARK, Change, changes_to, compose_mark
 from .registry import devices_in_use
+from .scope import MARK, PLAIN, THREAD, Scope, graph_task, mark_here, resolve
 
 __all__ = ["DeviceAutocast", "run_in", "run_without", "scope_now"]
 
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
-def scope_now(device_type: str) -> _scope.Scope | None:
+def scope_now(device_type: str) -> Scope | None:
     """Return the scope that ops of a device run in here and now; None outside of mpamp's regions.
 
     Example:
-        >>> with autocast("cpu"):
+        >>> import mpamp
+        >>> with mpamp.autocast("cpu"):
         ...     scope_now("cpu").table.device
         'cpu'
         >>> scope_now("cpu") is None
         True
     """
     device = next((d for d in devices_in_use() if d.type == device_type), None)
-    return None if device is None else _scope.resolve(device)
+    return None if device is None else resolve(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class DeviceAutocast:
     device_type: str
     enabled: bool
     dtype: torch.dtype
-    scope: _scope.Scope | None = None
+    scope: Scope | None = None
 
     @classmethod
     def now(cls, device_type: str, *, is_off: bool = False) -> DeviceAutocast:
@@ -56,17 +57,15 @@ class DeviceAutocast:
             return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
         if not self.enabled:
             return _off(self.device_type)
-        scope = self.scope
-        if scope is None:
-            return _plain(self.device_type, self.dtype)
-        default = next(d.table for d in devices_in_use() if d.type == self.device_type)
-        return autocast(
-            self.device_type,
-            self.dtype,
-            cache_enabled=scope.cache is not None,
-            ops=None if scope.table is default else scope.table,
-            persistent_cache=scope.cache is PERSISTENT_CACHE,
-        )
+        return _plain(self.device_type, self.dtype) if self.scope is None else Restoring(self._changes, False)
+
+    def _changes(self) -> list[Change]:
+        device = next(d for d in devices_in_use() if d.type == self.device_type)
+        assert self.scope is not None
+        put, scope = THREAD.state.put, self.scope.again(graph_task(), keep=True)
+        mark = compose_mark(mark_here(), device.type, None if scope.table is device.table else scope.table)
+        changes: list[Change] = [(put, device.index, scope), (put, MARK, mark), *changes_to(mark)]
+        return [*changes, (torch.set_autocast_dtype, device.type, self.dtype), (_set_excluded, device.key, False)]
 
 
 def run_in(states: tuple[DeviceAutocast, ...], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -100,17 +99,10 @@ def _off(device_type: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _plain(device_type: str, dtype: torch.dtype) -> Iterator[None]:
     """Be in a region of torch's own, and in none of mpamp's."""
-    if _scope.read_mark() == _scope.NO_MARK:
-        with torch.autocast(device_type, dtype=dtype):
-            yield
-        return
-    scopes = _scope.THREAD.state.scopes
-    outer = list(scopes)
-    scopes[:] = [None] * len(scopes)
-    _set_excluded(_scope.FIRST_KEY, True)
-    try:
-        with torch.autocast(device_type, dtype=dtype, cache_enabled=True):
-            yield
-    finally:
-        _set_excluded(_scope.FIRST_KEY, False)
-        scopes[:] = outer
+    with Restoring(_none_of_ours, True), torch.autocast(device_type, dtype=dtype, cache_enabled=True):
+        yield
+
+
+def _none_of_ours() -> list[Change]:
+    put = THREAD.state.put
+    return [*((put, device.index, PLAIN) for device in devices_in_use()), (put, MARK, NO_MARK), *changes_to(NO_MARK)]

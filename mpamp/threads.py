@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from .scope import THREAD
+from .carrying import carrying
+from .marks import NO_MARK
+from .scope import THREAD, mark_here
 
-__all__ = ["carrying", "inherit_regions", "serve_data_parallel"]
+__all__ = ["carried_apply", "inherit_regions", "serve_data_parallel"]
 
 R = TypeVar("R")
 
@@ -30,19 +31,14 @@ def inherit_regions(function: Callable[..., R]) -> Callable[..., R]:
         >>> seen
         [torch.bfloat16]
     """
-    regions = [entry[0] for entry in THREAD.state.entries]
-
-    @functools.wraps(function, updated=())
-    def inheriting(*args: Any, **kwargs: Any) -> R:
-        with contextlib.ExitStack() as stack:
-            for region in regions:
-                stack.enter_context(region)
-            return function(*args, **kwargs)
-
-    return inheriting
+    return carrying(function, keep=True) if _is_in_region() else function
 
 
-def carrying(parallel_apply: Callable[..., R]) -> Callable[..., R]:
+def _is_in_region() -> bool:
+    return bool(THREAD.state.entries) or mark_here() is not NO_MARK
+
+
+def carried_apply(parallel_apply: Callable[..., R]) -> Callable[..., R]:
     """Return torch's ``parallel_apply`` such that each of its threads runs in the caller's regions.
 
     torch enters autocast there by the enabled flag alone: dtype and op table would be lost.
@@ -50,8 +46,8 @@ def carrying(parallel_apply: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(parallel_apply)
     def carried(modules: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> R:
-        if THREAD.state.entries:
-            modules = [inherit_regions(module) for module in modules]
+        if _is_in_region():
+            modules = [carrying(module, keep=True) for module in modules]
         return parallel_apply(modules, *args, **kwargs)
 
     return carried
@@ -61,6 +57,6 @@ def serve_data_parallel() -> None:
     """Have DataParallel's replicas run in the regions that it is called in; called once, at the first region."""
     import torch.nn.parallel as parallel
 
-    replaced = carrying(parallel.parallel_apply)
+    replaced = carried_apply(parallel.parallel_apply)
     parallel.parallel_apply = replaced
     sys.modules["torch.nn.parallel.data_parallel"].parallel_apply = replaced  # type: ignore[attr-defined]

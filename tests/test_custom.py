@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import mpamp
 from mpamp import kernels
 from mpamp.custom import custom_bwd, custom_fwd
+from mpamp.marks import NO_MARK
 from mpamp.registry import device_state
-from mpamp.scope import NO_MARK, THREAD, read_mark
+from mpamp.scope import THREAD, mark_here
 from mpamp.testing import WeightCastCounter
 
 ROOT = Path(__file__).parents[1]
@@ -114,7 +115,7 @@ def state() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
-        read_mark(),
+        mark_here(),
         len(THREAD.state.entries),
         [s for s in THREAD.state.scopes if s is not None],
     )
@@ -268,7 +269,7 @@ def test_state_is_restored_after_an_error_in_backward() -> None:
         with REGIONS[backward](), pytest.raises(RuntimeError, match="mine"):
             y.sum().backward()
         assert state() == before
-    assert read_mark() == NO_MARK
+    assert mark_here() is NO_MARK
 
 
 def test_double_backward_follows_forward_too() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mpamp
-from mpamp.threads import carrying, inherit_regions
+from mpamp.threads import carried_apply, inherit_regions
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -66,14 +66,14 @@ def test_data_parallel_threads_keep_dtype_and_table(dtype):
     linear = torch.nn.Linear(2, 2)
     x = torch.ones(1, 2)
     with mpamp.autocast("cpu", dtype, ops={"linear": {"float16": "fp32"}}):
-        results = carrying(threaded_apply)([linear, linear], [(x,), (x,)])
+        results = carried_apply(threaded_apply)([linear, linear], [(x,), (x,)])
     assert {r.dtype for r in results} == {BF16 if dtype is BF16 else FP32}
 
 
 def test_data_parallel_outside_regions_is_torchs_own():
     linear = torch.nn.Linear(2, 2)
     seen = []
-    carrying(lambda modules, inputs: seen.extend(modules))([linear], [()])
+    carried_apply(lambda modules, inputs: seen.extend(modules))([linear], [()])
     assert seen == [linear]
 
 

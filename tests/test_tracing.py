@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import subprocess
@@ -10,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import mpamp
+from mpamp import marks
 
 ROOT = Path(__file__).parents[1]
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -69,26 +69,10 @@ def x() -> Tensor:
 
 @pytest.fixture(autouse=True)
 def compiler_is_reset() -> Iterator[None]:
-    torch._dynamo.reset()
-    with _tables_forgotten():
-        yield
+    marks.forget_compiled_code()  # it can tell only a few tables apart
+    yield
     mpamp.clear_cache()
     assert not torch.is_autocast_enabled("cpu")
-
-
-@contextmanager
-def _tables_forgotten() -> Iterator[None]:
-    """Forget the tables that other tests made regions with: compiled code can tell only a few apart."""
-    scope, autocast = importlib.import_module("mpamp.scope"), importlib.import_module("mpamp.autocast")
-    kept = [(m, m.copy()) for m in (scope._tables, scope._marks, autocast._regions, autocast._plain)]
-    for mapping, _ in kept:
-        mapping.clear()
-    scope._tables[scope.DEFAULT_MARK] = frozenset()
-    scope._marks.update({(frozenset(), is_compiled): scope.DEFAULT_MARK for is_compiled in (False, True)})
-    yield
-    for mapping, copied in kept:
-        mapping.clear()
-        mapping.update(copied)
 
 
 def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
@@ -728,11 +712,8 @@ OPS_REGIONS = {name: o for name, o in REGIONS.items() if name != "mm to fp32"} |
 }
 
 
-_WARNS = pytest.mark.xfail(
-    strict=True, reason="checkpoint enters torch.autocast with float32, which warns and disables"
-)
 recomputed_regions = pytest.mark.parametrize(
-    "options", [pytest.param(o, id=n, marks=_WARNS if o.get("dtype") is FULL else ()) for n, o in OPS_REGIONS.items()]
+    "options", [pytest.param(options, id=name) for name, options in OPS_REGIONS.items()]
 )
 
 
@@ -786,11 +767,8 @@ def test_recompute_in_plain_torch_autocast_runs_in_the_forward_s_dtypes(
 @pytest.mark.parametrize("cache_enabled", [True, False])
 @pytest.mark.parametrize("backward", [None, {}, {"ops": {"exp": "fp32"}}], ids=["no region", "default", "rules"])
 def test_recompute_of_plain_torch_autocast_is_torch_s(
-    leaf: Tensor, cache_enabled: bool, backward: Any, reentrant: bool, request: pytest.FixtureRequest
+    leaf: Tensor, cache_enabled: bool, backward: Any, reentrant: bool
 ) -> None:
-    if not cache_enabled:
-        reason = "torch.autocast with its cache off can't be told from a region of ours"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     seen: list[torch.dtype] = []
 
     def function(x: Tensor) -> Tensor:
@@ -995,9 +973,6 @@ def test_another_thread_s_regions_do_not_reach_a_recompute(block: Recorder, leaf
 
 
 @both_kinds
-@pytest.mark.xfail(
-    strict=False, reason="autograd numbers nodes per thread, regions are remembered for all threads together"
-)
 def test_forwards_on_two_threads_are_recomputed_each_with_its_table(x: Tensor, reentrant: bool) -> None:
     blocks, barrier = [Recorder(), Recorder()], threading.Barrier(2)
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .. import scope as _scope
 from ..autocast import Region, autocast
+from ..scope import THREAD
 from .blocks import LOCAL, PROCESS, ThreadPart, casts_off, casts_on, heal, threads
 from .errors import AmpUsageError
 from .patches import Patches
@@ -83,7 +83,7 @@ def installed() -> list[str]:
 def _synchronize(thread: ThreadPart) -> None:
     """Have the calling thread leave what it is in, and enter what it is to be in."""
     if thread.regions:
-        entries = _scope.THREAD.state.entries
+        entries = THREAD.state.entries
         if not entries or entries[-1][0] is not thread.regions[-1]:
             if thread is not LOCAL.thread or thread.generation == PROCESS.generation:
                 return
@@ -91,12 +91,11 @@ def _synchronize(thread: ThreadPart) -> None:
                 raise AmpUsageError("amp can't be shut down or initialized anew inside an open region.")
         for region in reversed(thread.regions):
             region.__exit__(None, None, None)
-    thread.regions, thread.spans = (), []
+    thread.regions = ()
     thread.generation = PROCESS.generation
     for region in PROCESS.regions:
         region.__enter__()
         thread.regions += (region,)
-        thread.spans += list(_scope._spans)[-1:]
 
 
 def _before_module(module: Any, args: Any) -> None:
@@ -109,7 +108,7 @@ def _before_module(module: Any, args: Any) -> None:
 
 
 def _is_on_top(thread: ThreadPart) -> bool:
-    entries = _scope.THREAD.state.entries
+    entries = THREAD.state.entries
     return not entries if not thread.regions else bool(entries) and entries[-1][0] is thread.regions[-1]
 
 
@@ -150,9 +149,6 @@ def _run(run: Callable[[], None], off: bool) -> None:
 def _without_casts(run_backward: Any) -> Any:
     @functools.wraps(run_backward)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        for span in LOCAL.thread.spans:
-            if not any(known is span for known in _scope._spans):  # pushed out by a thousand newer ones
-                _scope._spans.append(span)
         with casts_off():
             return run_backward(*args, **kwargs)
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from .. import scope as _scope
 from ..autocast import Region
 
 __all__ = [
@@ -44,7 +43,6 @@ class ThreadPart:
     def __init__(self) -> None:
         self.generation = 0
         self.regions: tuple[Region, ...] = ()
-        self.spans: list[_scope.Span] = []
         self.guards: list[Guard] = []
         """The blocks with casts off that are open, outermost first."""
 

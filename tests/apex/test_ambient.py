@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpamp
 from mpamp.apex import ambient, amp
+from mpamp.registry import device_state
 from mpamp.testing import KernelCounter
 from tests.apex.training import data, net, start, step
 
@@ -328,7 +329,7 @@ def test_a_dtype_that_the_device_lacks_changes_nothing(monkeypatch):
     model = net()
     before = copy.deepcopy(model.state_dict())
     monkeypatch.setattr(type(backend), "lower_precision_dtypes", (torch.bfloat16,))
-    monkeypatch.setattr(mpamp.autocast.__globals__["_Spec"], "is_stale", lambda self: True)
+    device_state("cpu").invalidate()
     table = mpamp.OpTable.named("apex", "cpu").override({"gelu": "fallthrough"}, name="apex")
     monkeypatch.setattr("mpamp.apex.lists.OpTable.named", lambda name, device: table)
     with pytest.raises(mpamp.UnsupportedDtypeError):
