@@ -19,11 +19,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..autocast import Region, autocast
 from ..scope import THREAD
-from .blocks import LOCAL, PROCESS, ThreadPart, casts_off, casts_on, heal, threads
+from .blocks import LOCAL, PROCESS, ThreadPart, casts_off, casts_on, threads
 from .errors import AmpUsageError
 from .patches import Patches
 
-__all__ = ["install", "installed", "withdraw"]
+__all__ = ["install", "installed", "now", "put_back", "withdraw"]
+
+Installed = tuple[Sequence[Region], Callable[[Patches], None]]
 
 _lock = threading.RLock()
 _patches = Patches()
@@ -32,14 +34,18 @@ _patches = Patches()
 def install(regions: Sequence[Region], patch: Callable[[Patches], None]) -> None:
     """Put every thread of the process into ``regions``, and make the patches that they need; what was goes.
 
+    What was stays if this fails.
+
     Args:
         regions: One for each device type.
         patch: Makes patches of its own.
     """
     with _lock:
+        before = now()
         withdraw()
         PROCESS.generation += 1
         PROCESS.regions = tuple(regions)
+        PROCESS.patch = patch
         PROCESS.disabled = tuple(autocast(r.device_type, enabled=False) for r in regions)
         try:
             _synchronize(LOCAL.thread)
@@ -49,9 +55,24 @@ def install(regions: Sequence[Region], patch: Callable[[Patches], None]) -> None
             patch(_patches)
         except BaseException:
             withdraw()
+            put_back(before)
             raise
         if PROCESS.hook is None:
             PROCESS.hook = register_module_forward_pre_hook(_before_module)
+
+
+def now() -> Installed | None:
+    """Return what the process is in, for ``put_back``."""
+    return (PROCESS.regions, PROCESS.patch) if PROCESS.regions else None
+
+
+def put_back(before: Installed | None) -> None:
+    """Have the process be in what ``now`` returned; nothing if it is."""
+    if before != now():
+        if before is None:
+            withdraw()
+        else:
+            install(*before)
 
 
 def withdraw() -> None:
@@ -61,9 +82,9 @@ def withdraw() -> None:
         AmpUsageError: In a block with casts off, which only its own end can close.
     """
     with _lock:
-        heal()
         if LOCAL.thread.off:
             raise AmpUsageError("amp can't be shut down or initialized anew inside disable_casts or optimizer.step.")
+        _refuse_inside_a_region(LOCAL.thread)
         PROCESS.generation += 1
         PROCESS.regions = PROCESS.disabled = ()
         _patches.withdraw()
@@ -80,15 +101,19 @@ def installed() -> list[str]:
 # -- Each thread's part ------------------------------------------------------------------------------
 
 
+def _refuse_inside_a_region(thread: ThreadPart) -> None:
+    entries = THREAD.state.entries
+    if thread.regions and entries and entries[-1][0] not in thread.regions:
+        raise AmpUsageError("amp can't be shut down or initialized anew inside an open region.")
+
+
 def _synchronize(thread: ThreadPart) -> None:
     """Have the calling thread leave what it is in, and enter what it is to be in."""
     if thread.regions:
         entries = THREAD.state.entries
-        if not entries or entries[-1][0] is not thread.regions[-1]:
-            if thread is not LOCAL.thread or thread.generation == PROCESS.generation:
-                return
-            if entries and entries[-1][0] not in thread.regions:
-                raise AmpUsageError("amp can't be shut down or initialized anew inside an open region.")
+        is_on_top = entries and entries[-1][0] is thread.regions[-1]
+        if not is_on_top and thread.generation == PROCESS.generation:
+            return
         for region in reversed(thread.regions):
             region.__exit__(None, None, None)
     thread.regions = ()
@@ -100,7 +125,6 @@ def _synchronize(thread: ThreadPart) -> None:
 
 def _before_module(module: Any, args: Any) -> None:
     thread = LOCAL.thread
-    heal()
     if thread.generation != PROCESS.generation and not thread.off and _is_on_top(thread):
         with _lock:
             _synchronize(thread)

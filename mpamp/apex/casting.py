@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..containers import mapping_like, sequence_like
+from .masters import LOW
 
-__all__ = ["ForwardCast", "cast_forward", "cast_module", "cast_tree", "uncast_forward"]
+__all__ = ["ForwardCast", "cast_forward", "cast_layers", "cast_module", "cast_tree", "uncast_forward"]
 
 _ATTRIBUTE = "_mpamp_forward_cast"
-_SUBCLASS = "_mpamp_casting_class"
+_MARK = "_mpamp_casting"
 _OPAQUE = (str, bytes, nn.Module, torch.dtype, torch.device, torch.Generator, type, types.ModuleType)
 
 
@@ -97,6 +99,8 @@ class ForwardCast:
     outputs: torch.dtype | None
     inner: Callable[..., Any] | None = None
     """A ``forward`` that the model had as an attribute of its own."""
+    before: Callable[[], None] | None = None
+    """What is called first, by compiled code not."""
 
 
 def cast_forward(model: nn.Module, cast: ForwardCast) -> None:
@@ -107,8 +111,20 @@ def cast_forward(model: nn.Module, cast: ForwardCast) -> None:
     """
     uncast_forward(model)
     inner = model.__dict__.pop("forward", None)
-    model.__dict__[_ATTRIBUTE] = cast if inner is None else ForwardCast(cast.inputs, cast.outputs, inner)
+    model.__dict__[_ATTRIBUTE] = cast if inner is None else replace(cast, inner=inner)
     model.__class__ = _casting(type(model))
+
+
+def cast_layers(model: nn.Module) -> None:
+    """Have torch's own layers in a model cast their arguments to their weights' dtype, where that is lower precision.
+
+    The two would not meet otherwise where a layer is reached by another way than the model's ``forward``.
+    """
+    for module in model.modules():
+        own = {p.dtype for p in module._parameters.values() if p is not None and p.is_floating_point()}
+        is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, LazyModuleMixin)
+        if module is not model and is_torchs and len(own) == 1 and own <= LOW:
+            cast_forward(module, ForwardCast(own.pop(), None))
 
 
 def uncast_forward(model: nn.Module) -> None:
@@ -121,16 +137,18 @@ def uncast_forward(model: nn.Module) -> None:
 
 
 def _casting(cls: Any) -> Any:
-    """Return the subclass of a module's class whose ``forward`` casts; the class itself keeps it."""
-    known = vars(cls).get(_SUBCLASS)
-    if known is not None:
-        return known
+    """Return the subclass of a module's class whose ``forward`` casts."""
+    for known in type.__subclasses__(cls):
+        if _MARK in vars(known):
+            return known
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         cast = self.__dict__.get(_ATTRIBUTE)
         if cast is None:
             return cls.forward(self, *args, **kwargs)
+        if cast.before is not None and not torch.compiler.is_compiling():
+            cast.before()
         if cast.inputs is not None:
             args, kwargs = cast_tree(args, cast.inputs), cast_tree(kwargs, cast.inputs)
         inner = functools.partial(cls.forward, self) if cast.inner is None else cast.inner
@@ -143,9 +161,8 @@ def _casting(cls: Any) -> Any:
             return (_remake, (reduced[0], cls, *reduced[1][1:]), *reduced[2:])
         return reduced
 
-    body = {"forward": forward, "__reduce_ex__": reduce_ex, "__doc__": cls.__doc__, "__module__": cls.__module__}
-    made = type(cls)(cls.__name__, (cls,), {**body, "__qualname__": cls.__qualname__})
-    setattr(cls, _SUBCLASS, made)
+    names = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    made = type(cls)(cls.__name__, (cls,), {**names, _MARK: True, "forward": forward, "__reduce_ex__": reduce_ex})
     return made
 
 

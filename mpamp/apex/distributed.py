@@ -10,21 +10,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from .masters import master_of
+from .masters import master_of, write_back
+from .patches import Patches
 
-__all__ = ["serve_data_parallel"]
+__all__ = ["is_served", "leave_data_parallel", "serve_data_parallel"]
+
+_patches = Patches()
 
 
-@functools.cache
 def serve_data_parallel() -> None:
-    """Have DistributedDataParallel send masters with the parameters that they belong to; done once.
+    """Have DistributedDataParallel send masters with the parameters that they belong to; again does nothing.
 
     Ranks whose masters differ below the parameters' precision would drift apart.
     """
-    if not torch.distributed.is_available():
-        return
-    module: Any = sys.modules["torch.nn.parallel.distributed"]
-    module._sync_module_states = _with_masters(module._sync_module_states)
+    if torch.distributed.is_available() and not is_served():
+        _patches.replace(sys.modules["torch.nn.parallel.distributed"], "_sync_module_states", _with_masters)
+
+
+def leave_data_parallel() -> None:
+    """Take that back."""
+    _patches.withdraw()
+
+
+def is_served() -> bool:
+    """Tell whether DistributedDataParallel sends masters."""
+    return bool(_patches.names())
 
 
 def _with_masters(synchronize: Any) -> Any:
@@ -41,8 +51,7 @@ def _with_masters(synchronize: Any) -> Any:
             size, source = given["broadcast_bucket_size"], given["src"]
             dist: Any = torch.distributed
             dist._broadcast_coalesced(given["process_group"], weights, size, source)
-            for parameter, master in masters:
-                master.version = parameter._version
+            write_back(masters)
         return result
 
     return wrapper

@@ -9,16 +9,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from .. import castcache
 from ..errors import MpampWarning
 from . import ambient, blocks
 from .errors import AmpUsageError
+from .holding import with_wrapped
 from .lists import enter
 from .scale import scale_loss
 from .scaler import LossScaler
 from .state import say, state
+from .steps import Watch, was_called
 from .wrapper import OptimWrapper, unscale_in_place
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "init", "scale_loss"]
@@ -39,7 +40,7 @@ class AmpHandle:
         return self._is_active and blocks.is_casting()
 
     @contextlib.contextmanager
-    def scale_loss(self, loss: Any, optimizer: Optimizer) -> Iterator[Any]:
+    def scale_loss(self, loss: Any, optimizer: Any) -> Iterator[Any]:
         """Give the loss multiplied by the handle's scale; on leaving, unscale the optimizer's gradients in place.
 
         If they overflowed, the optimizer's next step does nothing.
@@ -65,29 +66,22 @@ class AmpHandle:
         finally:
             self._clear_cache()
 
-    def _skip_once(self, optimizer: Optimizer) -> None:
+    def _skip_once(self, optimizer: Any) -> None:
         if id(optimizer) in self._skipping:
             return
         self._skipping.add(id(optimizer))
-        hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        watches: list[Watch] = []
 
-        def before(opt: Any, args: Any, kwargs: Any) -> None:
+        def skip(step: Any, args: Any, kwargs: Any) -> None:
             say("Gradient overflow, skipping update")
-            for group in opt.param_groups:
-                hidden.extend((p, p.grad) for p in group["params"] if p.grad is not None)
-            for p, _ in hidden:
-                p.grad = None
-
-        def after(opt: Any, args: Any, kwargs: Any) -> None:
-            for p, grad in hidden:
-                p.grad = grad
             self._skipping.discard(id(optimizer))
-            pre.remove()
-            post.remove()
+            for watch in watches:
+                was_called(watch.optimizer)
+                watch.stop()
 
-        pre, post = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        watches += [Watch(each, skip) for each in with_wrapped(optimizer)]
 
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Return the optimizer wrapped for ``num_loss`` losses a step, each with a scale of its own."""
         self._default_scaler = LossScaler("dynamic")
         return OptimWrapper(optimizer, self, num_loss)
@@ -149,7 +143,7 @@ class NoOpHandle:
         """Give the loss itself."""
         yield loss
 
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Return the optimizer in a wrapper that passes everything through."""
         return OptimWrapper(optimizer, self, num_loss)
 

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from .. import kernels
 from ..registry import devices_in_use
-from . import ambient
+from . import ambient, blocks, distributed
 from . import optimizers as _optimizers
-from .casting import ForwardCast, cast_forward, cast_module, floating_tensors, keeps_float32, uncast_forward
+from .casting import (
+    ForwardCast,
+    cast_forward,
+    cast_layers,
+    cast_module,
+    floating_tensors,
+    keeps_float32,
+    uncast_forward,
+)
 from .checkpoint import load_state_dict
-from .distributed import serve_data_parallel
 from .errors import AmpTypeError, AmpUsageError
 from .handle import init
-from .masters import follow_state_dicts, master_of
+from .holding import is_optimizer
+from .masters import forget, master_of
+from .masterstash import refuse_dtype
 from .properties import Properties, choose
 from .scaler import LossScaler
 from .state import state, warn_or_raise
+from .statedicts import follow_state_dicts
+from .undo import Undo
 
 __all__ = ["initialize", "master_params", "shutdown"]
 
 _models: weakref.WeakKeyDictionary[nn.Module, _Cast] = weakref.WeakKeyDictionary()
-_attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class _Cast:
@@ -63,8 +72,9 @@ def initialize(
     """Prepare models and optimizers for mixed precision, in place; call it again to start over with others.
 
     Args:
-        models: A module or a list of modules, in float32, not yet wrapped for data parallelism.
-        optimizers: An optimizer, a list of them, or None.
+        models: A module, or a list or tuple of modules, in float32, not yet wrapped for data parallelism.
+        optimizers: An optimizer, a list or tuple of them, or None. Any object with ``param_groups`` and ``step`` will
+            do; optimizers that it wraps go with it.
         enabled: False returns models and optimizers as they are.
         opt_level: "O0" float32; "O1" functions cast their arguments to float16, "O4" to bfloat16; "O2" a float16
             model with float32 batch norm and master weights, "O5" a bfloat16 one; "O3" float16 throughout.
@@ -86,6 +96,7 @@ def initialize(
 
     Raises:
         AmpTypeError: Models or optimizers are neither one nor a list.
+        AmpAttributeError: An optimizer has no groups or no ``step``.
         AmpUsageError: An unknown opt_level, an override that it doesn't allow, a model that isn't in float32 or is
             wrapped already, or an optimizer that was passed before.
 
@@ -98,35 +109,61 @@ def initialize(
         (torch.float16, torch.float32, torch.float32)
         >>> shutdown()
     """
-    state.verbosity = verbosity
     properties = Properties()
-    if not enabled:
-        ambient.withdraw()
-        state.reset()
-        state.opt_properties = properties
-        return models if optimizers is None else (models, optimizers)
     given = {name: value for name, value in locals().items() if name in properties.options and name != "opt_level"}
-    choose(properties, opt_level, given)
-    model_list, optimizer_list = _lists(models, optimizers)
-    _check_models(model_list, is_cast=bool(properties.cast_model_type or cast_model_outputs))
-    _check_optimizers(optimizer_list, model_list if properties.master_weights else None)
-    scalers = [
-        LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-        for _ in range(num_losses)
-    ]
-    ambient.withdraw()
-    state.__dict__.pop("handle", None)
-    if properties.patch_torch_functions:
-        _init_handle(model_list, properties, verbosity, allow_banned)
-    state.min_loss_scale, state.max_loss_scale = min_loss_scale, max_loss_scale
-    state.opt_properties, state.loss_scalers = properties, scalers
-    _cast(model_list, optimizer_list, properties, cast_model_outputs)
-    loaded, state.loaded = state.loaded, None
-    if loaded is not None:
-        load_state_dict(loaded)
-    if optimizers is None or (not optimizer_list and not isinstance(optimizers, list)):
-        return models
-    return models, optimizers
+    with Undo() as undo:
+        undo.also(_remembered())
+        state.verbosity = verbosity
+        if not enabled:
+            ambient.withdraw()
+            state.reset()
+            state.opt_properties = properties
+            return models if optimizers is None else (models, optimizers)
+        choose(properties, opt_level, given)
+        model_list, optimizer_list = _lists(models, optimizers)
+        _check_models(model_list, is_cast=bool(properties.cast_model_type or cast_model_outputs))
+        _check_optimizers(optimizer_list, model_list if properties.master_weights else None)
+        undo.remember(model_list, optimizer_list)
+        state.min_loss_scale, state.max_loss_scale = min_loss_scale, max_loss_scale
+        state.opt_properties = properties
+        state.loss_scalers = [
+            LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+            for _ in range(num_losses)
+        ]
+        loaded, state.loaded = state.loaded, None
+        if loaded is not None:
+            load_state_dict(loaded)
+        with blocks.casts_off():
+            _cast(model_list, optimizer_list, properties, cast_model_outputs)
+        state.__dict__.pop("handle", None)
+        if properties.patch_torch_functions:
+            _init_handle(model_list, properties, verbosity, allow_banned)
+        else:
+            ambient.withdraw()
+        alone = optimizers is None or (not optimizer_list and not isinstance(optimizers, list | tuple))
+        return models if alone else (models, optimizers)
+
+
+def _remembered() -> Callable[[], None]:
+    """Return what puts everything that the process shares back as it is now."""
+    values, regions, served = dict(vars(state)), ambient.now(), distributed.is_served()
+    casts = {model: list(cast.handles) for model, cast in _models.items()}
+    attached = _optimizers.attached()
+
+    def put_back() -> None:
+        ambient.put_back(regions)
+        vars(state).clear()
+        vars(state).update(values)
+        for model, cast in list(_models.items()):
+            if model in casts:
+                cast.handles[:] = casts[model]
+            else:
+                del _models[model]
+        _optimizers.only_attached(attached)
+        if not served:
+            distributed.leave_data_parallel()
+
+    return put_back
 
 
 def _init_handle(models: list[nn.Module], properties: Properties, verbosity: int, allow_banned: bool) -> None:
@@ -142,30 +179,23 @@ def _init_handle(models: list[nn.Module], properties: Properties, verbosity: int
 # -- Checks, before anything changes -----------------------------------------------------------------
 
 
-def _lists(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Optimizer]]:
-    if isinstance(models, nn.Module):
-        model_list = [models]
-    elif isinstance(models, list) and all(isinstance(model, nn.Module) for model in models):
-        model_list = models
-    else:
-        raise AmpTypeError(f"models must be either a single model or a list of models; got {_named(models)}.")
-    if optimizers is None:
-        return model_list, []
-    if isinstance(optimizers, Optimizer):
-        return model_list, [optimizers]
-    if isinstance(optimizers, list) and all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
-        return model_list, optimizers
-    raise AmpTypeError(
-        f"optimizers must be either a single optimizer or a list of optimizers; got {_named(optimizers)}."
-    )
+def _lists(models: Any, optimizers: Any) -> tuple[list[nn.Module], list[Any]]:
+    is_model = lambda value: isinstance(value, nn.Module)  # noqa: E731
+    found = _list(models, is_model, "models must be either a single model or a list of models")
+    text = "optimizers must be either a single optimizer or a list of optimizers"
+    return found, [] if optimizers is None else _list(optimizers, is_optimizer, text)
 
 
-def _named(value: Any) -> str:
+def _list(value: Any, is_one: Callable[[Any], bool], text: str) -> list[Any]:
+    if is_one(value):
+        return [value]
+    if isinstance(value, list | tuple) and all(map(is_one, value)):
+        return list(value)
     name = type(value).__name__
     if isinstance(value, list | tuple):
         inside = ", ".join(sorted({type(item).__name__ for item in value})) or "nothing"
-        return f"a {name} of {inside}" + ("; write it as a list" if isinstance(value, tuple) else "")
-    return name
+        name = f"a {name} of {inside}"
+    raise AmpTypeError(f"{text}; got {name}.")
 
 
 def _check_models(models: list[nn.Module], *, is_cast: bool) -> None:
@@ -188,27 +218,22 @@ def _check_models(models: list[nn.Module], *, is_cast: bool) -> None:
             )
 
 
-def _check_optimizers(optimizers: list[Optimizer], models: list[nn.Module] | None) -> None:
+def _check_optimizers(optimizers: list[Any], models: list[nn.Module] | None) -> None:
     """Refuse optimizers that amp can't take; ``models`` are those that it casts, where it keeps master weights."""
-    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise AmpUsageError("an optimizer should only be passed through amp.initialize once; one is listed twice.")
-    for optimizer in optimizers:
-        _optimizers.refuse_attached(optimizer)
+    _optimizers.refuse_attached(optimizers)
     if models is None:
         return
     of_models = {id(p) for model in models for p in model.parameters()}
     for optimizer in optimizers:
         for p in master_params(optimizer):
             if id(p) not in of_models and p.requires_grad:
-                _optimizers.refuse_dtype(p)
+                refuse_dtype(p)
 
 
 # -- Changing models and optimizers ------------------------------------------------------------------
 
 
-def _cast(
-    models: list[nn.Module], optimizers: list[Optimizer], properties: Properties, outputs: torch.dtype | None
-) -> None:
+def _cast(models: list[nn.Module], optimizers: list[Any], properties: Properties, outputs: torch.dtype | None) -> None:
     dtype = properties.cast_model_type or None
 
     def dtype_of(module: nn.Module, name: str) -> torch.dtype:
@@ -220,17 +245,19 @@ def _cast(
             _models[model] = _Cast(model)
         if dtype is not None:
             cast_module(model, dtype_of)
+            cast_layers(model)
             if not _models[model].handles:
                 _models[model].handles = follow_state_dicts(model)
         if dtype is not None or outputs is not None:
-            cast_forward(model, ForwardCast(dtype, outputs or (None if dtype is None else torch.float32)))
+            outputs = outputs or (None if dtype is None else torch.float32)
+            before = _optimizers.catch_up if properties.master_weights else None
+            cast_forward(model, ForwardCast(dtype, outputs, before=before))
     for optimizer in optimizers:
         _optimizers.attach(optimizer, exact)
-        _attached.add(optimizer)
-    serve_data_parallel()
+    distributed.serve_data_parallel()
 
 
-def _exact_values(optimizers: list[Optimizer]) -> dict[Tensor, Tensor]:
+def _exact_values(optimizers: list[Any]) -> dict[Tensor, Tensor]:
     """Return the values that masters start from: the parameters' own, before the model is cast."""
     params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     return {p: _exact_value(p) for p in params if p.is_floating_point() and p.requires_grad}
@@ -253,26 +280,29 @@ def shutdown() -> None:
     ambient.withdraw()
     for device in devices_in_use():
         kernels.tidy(device)
-    for optimizer in list(_attached):
-        _optimizers.detach(optimizer)
-    _attached.clear()
+    for attachment in _optimizers.attached():
+        attachment.stop()
     for model, cast in list(_models.items()):
         _restore(model, cast)
     _models.clear()
+    distributed.leave_data_parallel()
     state.reset()
 
 
 def _restore(model: nn.Module, cast: _Cast) -> None:
     for handle in cast.handles:
         handle.remove()
-    uncast_forward(model)
+    for module in {*cast.dtypes, *model.modules()}:
+        uncast_forward(module)
     cast_module(model, lambda module, name: cast.dtypes.get(module, {}).get(name, torch.float32))
+    for tensor in [*model.parameters(), *model.buffers()]:
+        forget(tensor)
 
 
 # -- Parameters --------------------------------------------------------------------------
 
 
-def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yield what an optimizer steps, masters where it has them: clip these after ``scale_loss``, not the model's.
 
     Example:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..errors import MpampWarning
-from .errors import AmpTypeError, AmpValueError
-from .masters import LOW, Master, adopt, forget, write_back
+from .errors import AmpTypeError, AmpUsageError, AmpValueError
+from .holding import swap
+from .masters import LOW, Master, adopt, forget, is_ahead, is_same, keep, master_of, write_back
 from .scaler import LossScaler
 from .stash import Stash
 
@@ -34,13 +34,15 @@ def refuse_dtype(p: Tensor) -> None:
 class MasterStash(Stash):
     """What amp keeps about an optimizer that steps float32 masters in place of lower-precision parameters."""
 
-    def __init__(self, optimizer: Optimizer, exact: dict[Tensor, Tensor]) -> None:
+    def __init__(self, optimizer: Any, exact: dict[Tensor, Tensor]) -> None:
         super().__init__(optimizer)
         self.models: dict[int, tuple[Tensor, Master]] = {}
         """By the id of the master: the parameter that it stands for."""
         self.is_first = True
         self.has_scaled = False
         """Whether a scaled loss has ever brought gradients."""
+        self.is_proven = False
+        """Whether a step was seen to leave the model's own parameters alone."""
         self.refresh(exact)
         for p in self.own():
             p.grad = None
@@ -50,18 +52,27 @@ class MasterStash(Stash):
     def refresh(self, exact: dict[Tensor, Tensor] | None = None) -> None:
         """Put masters in place of lower-precision parameters that are new in the groups, or no longer frozen."""
         owned = {id(model) for model, _ in self.models.values()}
-        for group in self.optimizer.param_groups:
-            for place, p in enumerate(group["params"]):
-                if not p.requires_grad or p.dtype is torch.float32:
-                    continue
-                refuse_dtype(p)
-                if id(p) in owned:
-                    raise AmpValueError("some parameters appear in more than one parameter group")
-                master = Master(p, None if exact is None else exact.get(p))
-                group["params"][place] = master.weight
-                self.models[id(master.weight)] = (p, master)
-                if p in self.optimizer.state:
-                    self.optimizer.state[master.weight] = self.optimizer.state.pop(p)
+        new: dict[int, tuple[Tensor, Master]] = {}
+        for p in self.params():
+            if not p.requires_grad or p.dtype is torch.float32:
+                continue
+            refuse_dtype(p)
+            if id(p) in owned:
+                raise AmpValueError("some parameters appear in more than one parameter group")
+            new[id(p)] = (p, master_of(p) or Master(p, None if exact is None else exact.get(p)))
+        if not new:
+            return
+        swap(self.optimizer, {key: master.weight for key, (_, master) in new.items()})
+        for p, master in new.values():
+            keep(p, master)
+            master.owners += 1
+            self.models[id(master.weight)] = (p, master)
+        left = [p for p in self.params() if id(p) in new]
+        if left:
+            raise AmpUsageError(
+                f"the param_groups of this {type(self.optimizer).__name__} can't be changed: they hold the model's "
+                f"parameters still, where amp needs to put float32 masters of {len(left)} of them."
+            )
 
     @property
     def pairs(self) -> list[tuple[Tensor, Master]]:
@@ -70,6 +81,9 @@ class MasterStash(Stash):
 
     def own(self) -> list[Tensor]:
         return [p for p in self.params() if id(p) not in self.models and p.dtype is torch.float32]
+
+    def scaled(self) -> list[Tensor]:
+        return [*self.own(), *(model for model, _ in self.pairs)]
 
     def _by_group(self, what: Any) -> list[list[Tensor]]:
         groups = self.optimizer.param_groups
@@ -110,8 +124,10 @@ class MasterStash(Stash):
             self.is_first = False
             for p in self.own():
                 p.grad = None
-        for model, _ in self.pairs:
+        for model, master in self.pairs:
             model.grad = None
+            if master.is_stepped:
+                master.weight.grad, master.is_stepped = None, False
         super().prepare()
 
     def finish(self, scaler: LossScaler, seen: set[int], *, check: bool) -> None:
@@ -119,9 +135,10 @@ class MasterStash(Stash):
         self.refresh()
         fresh = {}
         for model, master in self.pairs:
-            if model.grad is not None:
+            if model.grad is not None and id(master.weight) not in seen:
                 fresh[id(master.weight)] = (master.weight, _float32_copy(model.grad))
         scaler.unscale_([grad for _, grad in fresh.values()], check=check)
+        seen.update(fresh)
         for weight, grad in fresh.values():
             weight.grad = grad if weight.grad is None else grad + weight.grad
         super().finish(scaler, seen, check=check)
@@ -138,23 +155,30 @@ class MasterStash(Stash):
         Args:
             set_to_none: Set them to None; else the parameters' become zero and only the masters' None.
         """
-        self.is_first = False
+        self.is_first = self.params_have_scaled_gradients = False
         for p in [*self.all_fp16_params, *self.own()]:
             if p.grad is not None:
                 if set_to_none:
                     p.grad = None
                 else:
                     p.grad = p.grad.detach().zero_()
-        self._clear_master_grads()
-
-    def _clear_master_grads(self) -> None:
         for _, master in self.pairs:
             master.weight.grad = None
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Carry over to the model what others than the optimizer's step have written into the masters."""
+        if any(is_ahead(master) for _, master in self.models.values()):
+            self._adopt()
+            self.write_back()
+
+    def _adopt(self) -> None:
+        for model, master in self.pairs:
+            adopt(model, master)
 
     def before_step(self) -> None:
         self.refresh()
-        for model, master in self.pairs:
-            adopt(model, master)
+        self._adopt()
         if not self.has_scaled:
             self._warn_of_lost_grads()
 
@@ -171,29 +195,45 @@ class MasterStash(Stash):
         self.write_back()
 
     def after_step(self, *, skipped: bool) -> None:
-        super().after_step(skipped=skipped)
-        self._clear_master_grads()
-        if not skipped:
-            self.write_back()
+        for _, master in self.pairs:
+            if master.owners > 1:
+                master.is_stepped = True  # the others step the same gradient
+            else:
+                master.weight.grad = None
+        if skipped:
+            return
+        if not self.is_proven:
+            self._refuse_a_step_of_the_model()
+            self.is_proven = True
+        self.write_back()
+
+    @torch.no_grad()
+    def _refuse_a_step_of_the_model(self) -> None:
+        """Refuse an optimizer that has stepped the model's own parameters, whose gradients are still scaled."""
+        moved = [(model, master) for model, master in self.pairs if not is_same(model, master)]
+        for model, master in moved:
+            model.copy_(master.low)
+        if moved:
+            raise AmpUsageError(
+                f"the step of this {type(self.optimizer).__name__} wrote into the model's own parameters rather than "
+                f"into those of its param_groups, where amp has put float32 masters ({len(moved)} of "
+                f"{len(self.models)}; they are as before). Have it read its parameters from param_groups, or use O1 or "
+                "O4, which need no masters."
+            )
 
     def write_back(self) -> None:
         """Copy the masters into the model."""
         write_back(self.pairs)
 
     def release(self) -> None:
-        state = self.optimizer.state
-        for group in self.optimizer.param_groups:
-            for place, p in enumerate(group["params"]):
-                if id(p) in self.models:
-                    model, master = self.models[id(p)]
-                    group["params"][place] = model
-                    adopt(model, master)
-                    if p in state:
-                        state[model] = state.pop(p)
-                    grad, model.grad = p.grad, None
-                    model.data = master.weight.data
-                    model.grad = grad
-                    forget(model)
+        swap(self.optimizer, {id(master.weight): model for model, master in self.pairs})
+        for model, master in self.pairs:
+            grad, model.grad = master.weight.grad, None
+            if master_of(model) is master:
+                adopt(model, master)
+                model.data = master.weight.data
+                forget(model)
+            model.grad = grad
         self.models.clear()
 
 
@@ -201,6 +241,6 @@ def _float32_copy(grad: Tensor) -> Tensor:
     return grad.detach().clone() if grad.dtype is torch.float32 else grad.detach().float()
 
 
-def make_stash(optimizer: Optimizer, exact: dict[Tensor, Tensor] | None) -> Stash:
+def make_stash(optimizer: Any, exact: dict[Tensor, Tensor] | None) -> Stash:
     """Return the stash of an optimizer; with masters if ``exact`` tells the values that they start from."""
     return Stash(optimizer) if exact is None else MasterStash(optimizer, exact)

@@ -1,10 +1,10 @@
-"""Making an optimizer amp's: step hooks, which leave ``step`` itself alone, and the methods that apex attached."""
+"""Making an optimizer amp's: its steps are watched, and it gets the methods that apex attached."""
 
 from __future__ import annotations
 
 import functools
-import sys
-from types import FrameType, MethodType
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,12 +12,15 @@ from torch.optim import Optimizer
 
 from . import blocks
 from .errors import AmpAssertionError, AmpAttributeError, AmpTypeError, AmpUsageError
-from .masterstash import MasterStash, make_stash, refuse_dtype
+from .holding import Values, is_optimizer, refuse_incomplete, with_wrapped
+from .masterstash import MasterStash, make_stash
 from .scaler import LossScaler
 from .stash import Stash
 from .state import say
+from .state import state as amp_state
+from .steps import Watch, was_called
 
-__all__ = ["attach", "detach", "refuse_attached", "refuse_dtype", "stash_of"]
+__all__ = ["attach", "attached", "catch_up", "only_attached", "refuse_attached", "stash_of"]
 
 _METHODS = (
     "_lazy_init_maybe_master_weights",
@@ -26,182 +29,261 @@ _METHODS = (
     "_post_amp_backward",
     "_amp_lazy_init",
 )
-_KEPT = ("add_param_group", "zero_grad")
+_attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
-class _Attached:
-    """What was added to an optimizer, and how it is taken off."""
+def attached() -> list[Attachment]:
+    """Return what is attached to optimizers that are alive."""
+    return list(_attachments)
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.handles = [
-            optimizer.register_step_pre_hook(_before_step),
-            optimizer.register_step_post_hook(_after_step),
-        ]
-        self.frame: FrameType | None = None
-        """The call of ``step`` that is running, the outermost where one calls another."""
-        self.is_skipping = False
-        self.casts_off: Any = None
+
+def only_attached(attachments: Iterable[Attachment]) -> None:
+    """Know of these from now on, and of no others."""
+    _attachments.clear()
+    _attachments.update(attachments)
 
 
 def stash_of(optimizer: Any) -> Stash:
-    """Return what amp keeps about an optimizer.
+    """Return what amp keeps about an optimizer, or about the one that it has been wrapped around since.
 
     Raises:
         AmpAttributeError: It was never passed through ``initialize``.
     """
     stash = getattr(optimizer, "_amp_stash", None)
-    if not isinstance(stash, Stash):
-        raise AmpAttributeError(
-            f"this {type(optimizer).__name__} was never passed through amp.initialize, so amp can't unscale its "
-            "gradients: model, optimizer = amp.initialize(model, optimizer, opt_level=...)."
-        )
-    return stash
+    if isinstance(stash, Stash):
+        return stash
+    wrapped = with_wrapped(optimizer)[1:] if is_optimizer(optimizer) else []
+    for inner in wrapped:
+        if isinstance(getattr(inner, "_amp_stash", None), Stash):
+            inner._amp_attached.watch(optimizer)
+            return stash_of(inner)
+    raise AmpAttributeError(
+        f"this {type(optimizer).__name__} was never passed through amp.initialize, so amp can't unscale its "
+        "gradients: model, optimizer = amp.initialize(model, optimizer, opt_level=...)."
+    )
 
 
-def attach(optimizer: Optimizer, exact: dict[Tensor, Tensor] | None) -> None:
-    """Have amp unscale, skip and, with ``exact`` values to start from, keep master weights for an optimizer.
-
-    Raises:
-        AmpUsageError: It has been attached already, or has attributes that amp needs.
-    """
-    refuse_attached(optimizer)
-    stash: Any = make_stash(optimizer, exact)
-    if optimizer.state:
-        optimizer.load_state_dict(optimizer.state_dict())  # torch casts it to the dtypes that it is stepped in
-    given: Any = optimizer
-    given._amp_stash = stash
-    given._amp_attached = _Attached(optimizer)
-    given._lazy_init_maybe_master_weights = MethodType(_nothing, optimizer)
-    given._amp_lazy_init = MethodType(_nothing, optimizer)
-    given._prepare_amp_backward = MethodType(_prepare, optimizer)
-    given._post_amp_backward = MethodType(_post, optimizer)
-    given.add_param_group = _method(optimizer, "add_param_group", _add_param_group)
-    if isinstance(stash, MasterStash):
-        given._master_params_to_model_params = MethodType(_write_back, optimizer)
-        given.zero_grad = _method(optimizer, "zero_grad", _zero_grad)
-
-
-def refuse_attached(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that amp has attached itself to, or can't attach itself to.
+def refuse_attached(optimizers: Iterable[Any]) -> None:
+    """Refuse optimizers that amp has attached itself to, or can't attach itself to.
 
     Raises:
-        AmpUsageError: As said.
+        AmpAttributeError: One can't be stepped.
+        AmpUsageError: One has gone through ``initialize``, is listed twice, or has attributes that amp needs.
     """
-    if hasattr(optimizer, "_amp_stash"):
-        raise AmpUsageError(
-            "an optimizer should only be passed through amp.initialize once. Pass all models and optimizers in one "
-            "call, as lists; or call amp.shutdown() before a second one."
-        )
-    taken = [name for name in _METHODS if hasattr(optimizer, name)]
-    if taken:
-        raise AmpUsageError(f"incoming optimizer already has {', '.join(taken)}, which amp needs for itself.")
+    seen: list[Any] = []
+    for optimizer in optimizers:
+        if any(optimizer is known for known in seen):
+            raise AmpUsageError(
+                "an optimizer should only be passed through amp.initialize once; one is listed twice, or beside an "
+                "optimizer that wraps it."
+            )
+        refuse_incomplete(optimizer)
+        seen += with_wrapped(optimizer)
+    for optimizer in seen:
+        if hasattr(optimizer, "_amp_stash"):
+            raise AmpUsageError(
+                "an optimizer should only be passed through amp.initialize once. Pass all models and optimizers in one "
+                "call, as lists; or call amp.shutdown() before a second one."
+            )
+        taken = [name for name in _METHODS if hasattr(optimizer, name)]
+        if taken:
+            raise AmpUsageError(f"incoming optimizer already has {', '.join(taken)}, which amp needs for itself.")
 
 
-def detach(optimizer: Optimizer) -> None:
-    """Give an optimizer back as it was; its state stays, in float32 where it had masters."""
-    if not hasattr(optimizer, "_amp_stash"):
-        return
-    stash_of(optimizer).release()
-    for handle in vars(optimizer)["_amp_attached"].handles:
-        handle.remove()
-    for name in ("_amp_stash", "_amp_attached", *_METHODS, *_KEPT):
-        vars(optimizer).pop(name, None)
+class Attachment:
+    """What amp has added to an optimizer and to those that it wraps, and what it does around their steps."""
+
+    def __init__(self, optimizer: Any, stash: Stash) -> None:
+        self.stash = stash
+        self.watches: list[Watch] = []
+        self.handles: list[Any] = []
+        self._is_running = False
+        for each in with_wrapped(optimizer):
+            self.watch(each)
+        _attachments.add(self)
+
+    def watch(self, optimizer: Any) -> None:
+        """Watch an optimizer's steps."""
+        self.watches.append(Watch(optimizer, self._around, self._attributes(optimizer)))
+        if isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            self.handles.append(optimizer.register_step_pre_hook(self._before_unseen))
+            self.handles.append(optimizer.register_step_post_hook(self._after_unseen))
+
+    def stop(self) -> None:
+        """Give the optimizers back as they were; their state stays, in float32 where they had masters."""
+        for watch in reversed(self.watches):
+            watch.stop()
+        for handle in self.handles:
+            handle.remove()
+        self.stash.release()
+        _attachments.discard(self)
+
+    # -- Around a step ---------------------------------------------------------------------------------
+
+    def _around(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_running:  # one that the step calls, its parent's or a wrapped optimizer's
+            return step(*args, **kwargs)
+        self._is_running = True
+        try:
+            closure = args[0] if args else kwargs.get("closure")
+            if callable(closure):
+                self.stash.before_step()
+                return self._with_closure(step, closure, args, kwargs)
+            if _take_skip(self.stash):
+                for watch in self.watches:
+                    was_called(watch.optimizer)
+                self.stash.after_step(skipped=True)
+                return None
+            self.stash.refuse_scaled()
+            self.stash.before_step()
+            with blocks.casts_off():
+                result = step(*args, **kwargs)
+            self.stash.after_step(skipped=False)
+            return result
+        finally:
+            self._is_running = False
+
+    def _with_closure(self, step: Callable[..., Any], closure: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        stash = self.stash
+        before = Values(stash.optimizer) if _may_skip() else None
+
+        @functools.wraps(closure, updated=())
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            stash.before_closure()
+            with blocks.casts_on():
+                loss = closure(*args, **kwargs)
+            if _take_skip(stash):
+                raise _Overflow(loss)
+            return loss
+
+        if args:
+            args = (wrapped, *args[1:])
+        else:
+            kwargs = {**kwargs, "closure": wrapped}
+        try:
+            with blocks.casts_off():
+                result = step(*args, **kwargs)
+        except _Overflow as overflow:
+            if before is not None:
+                before.put_back()
+            stash.before_closure()
+            stash.after_step(skipped=True)
+            return overflow.loss
+        stash.after_step(skipped=False)
+        return result
+
+    def _before_unseen(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Before a step of torch's that wasn't called as ``optimizer.step``: a method that was fetched earlier."""
+        if not self._is_running:
+            if _take_skip(self.stash):
+                self.stash.hide()
+            self.stash.refuse_scaled()
+            self.stash.before_step()
+
+    def _after_unseen(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._is_running:
+            self.stash.after_step(skipped=self.stash.unhide())
+
+    # -- Attached attributes ---------------------------------------------------------------------------
+
+    def _attributes(self, optimizer: Any) -> dict[str, Any]:
+        stash, cls = self.stash, type(optimizer)
+        found: dict[str, Any] = {
+            "_amp_stash": stash,
+            "_amp_attached": self,
+            "_lazy_init_maybe_master_weights": _nothing,
+            "_amp_lazy_init": _nothing,
+            "_prepare_amp_backward": lambda self: stash.prepare(),
+            "_post_amp_backward": lambda self, scaler: stash.finish(scaler, set(), check=scaler.dynamic),
+        }
+        if hasattr(cls, "add_param_group"):
+            found["add_param_group"] = _add_param_group(cls.add_param_group, stash)
+        if isinstance(stash, MasterStash):
+            found["_master_params_to_model_params"] = lambda self: stash.write_back()
+            found["zero_grad"] = _zero_grad(getattr(cls, "zero_grad", stash.zero_grad), stash)
+        return found
 
 
-def _method(optimizer: Optimizer, name: str, function: Any) -> MethodType:
-    """Return ``function`` as the optimizer's method ``name``, given the one that it replaces."""
-    original = getattr(optimizer, name)
+class _Overflow(BaseException):
+    """Ends a step in whose closure gradients overflowed; no handler of ``Exception`` takes it."""
 
-    @functools.wraps(original)
-    def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return function(original, self, *args, **kwargs)
-
-    return MethodType(method, optimizer)
-
-
-# -- Attached methods --------------------------------------------------------------------------------
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
 
 
 def _nothing(self: Any) -> None:
     """Do nothing: masters are there from the start."""
 
 
-def _prepare(self: Any) -> None:
-    stash_of(self).prepare()
+def _zero_grad(original: Any, stash: MasterStash) -> Any:
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = False) -> None:
+        stash.zero_grad(set_to_none)
+
+    return zero_grad
 
 
-def _post(self: Any, loss_scaler: LossScaler) -> None:
-    stash_of(self).finish(loss_scaler, set(), check=loss_scaler.dynamic)
-
-
-def _write_back(self: Any) -> None:
-    self._amp_stash.write_back()
-
-
-def _zero_grad(original: Any, self: Any, set_to_none: bool = False) -> None:
-    self._amp_stash.zero_grad(set_to_none)
-
-
-def _add_param_group(original: Any, self: Any, param_group: dict[str, Any]) -> None:
-    if not isinstance(param_group, dict):
-        raise AmpAssertionError(f"param_group is a dict with the key 'params', got {type(param_group).__name__}.")
-    if isinstance(param_group.get("params"), set | frozenset):
-        raise AmpTypeError("the parameters of a group are a list or another ordered collection, not a set.")
-    original(param_group)
-    if isinstance(self._amp_stash, MasterStash):
+def _add_param_group(original: Any, stash: Stash) -> Any:
+    @functools.wraps(original)
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        if not isinstance(param_group, dict):
+            raise AmpAssertionError(f"param_group is a dict with the key 'params', got {type(param_group).__name__}.")
+        if isinstance(param_group.get("params"), set | frozenset):
+            raise AmpTypeError("the parameters of a group are a list or another ordered collection, not a set.")
+        count = len(self.param_groups)
+        original(self, param_group)
         try:
-            self._amp_stash.refresh()
+            stash.refresh()
         except Exception:
-            self.param_groups.pop()
+            del self.param_groups[count:]
             raise
 
-
-# -- Around a step -----------------------------------------------------------------------------------
-
-
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    attached, stash = vars(optimizer)["_amp_attached"], stash_of(optimizer)
-    if attached.frame is not None:
-        if blocks.is_running(attached.frame):
-            return None
-        _leave(optimizer)  # an earlier step raised
-    attached.frame = sys._getframe(1)
-    stash.before_step()
-    closure_at = 1 if len(args) > 1 else None
-    closure = args[1] if closure_at else kwargs.get("closure")
-    if closure is None:
-        attached.is_skipping = _take_skip(stash)
-    attached.casts_off = blocks.enter_casts_off(attached.frame)
-    if closure is None:
-        return None
-    wrapped = _closure(optimizer, closure)
-    return ((*args[:1], wrapped, *args[2:]), kwargs) if closure_at else (args, {**kwargs, "closure": wrapped})
+    return add_param_group
 
 
-def _closure(optimizer: Optimizer, closure: Any) -> Any:
-    attached, stash = vars(optimizer)["_amp_attached"], stash_of(optimizer)
+def attach(optimizer: Any, exact: dict[Tensor, Tensor] | None) -> None:
+    """Have amp unscale, skip and, with ``exact`` values to start from, keep master weights for an optimizer.
 
-    @functools.wraps(closure, updated=())
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        stash.before_closure()
-        with blocks.casts_on():
-            loss = closure(*args, **kwargs)
-        if _take_skip(stash):
-            attached.is_skipping = True
-        return loss
+    Raises:
+        AmpUsageError: Its steps can't be seen, or its groups can't be changed.
+    """
+    stash = make_stash(optimizer, exact)
+    for each in with_wrapped(optimizer):
+        _cast_state(each)
+    Attachment(optimizer, stash)
 
-    return wrapped
+
+def catch_up() -> None:
+    """Carry over to their models what others than steps have written into masters."""
+    for attachment in _attachments:
+        attachment.stash.catch_up()
+
+
+def _cast_state(optimizer: Any) -> None:
+    """Cast what an optimizer has of each parameter to the dtype that this is stepped in, as torch does on loading."""
+    state = getattr(optimizer, "state", None)
+    if not isinstance(state, Mapping):
+        return
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            of_p: Any = state.get(p) if p.is_floating_point() else None
+            for name, value in list(of_p.items()) if isinstance(of_p, dict) else ():
+                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+                    of_p[name] = value.to(p.dtype)
+
+
+def _may_skip() -> bool:
+    return any(scaler.dynamic for scaler in getattr(amp_state, "loss_scalers", []))
 
 
 def _take_skip(stash: Stash) -> bool:
-    """Take gradients that overflowed away from the step that is to come; tell whether there were any."""
+    """Tell whether the step that is to come is skipped, and say so; the one after it isn't."""
     if not stash.already_patched:
         return False
     stash.already_patched = False
     if stash.skipped_by is not None:
         scaler, loss_id = stash.skipped_by
         _announce(scaler, loss_id)
-    stash.hide()
     return True
 
 
@@ -213,18 +295,3 @@ def _announce(scaler: LossScaler, loss_id: int) -> None:
     say(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scaler.loss_scale()}{often}")
     if scaler.skips == 1 and scaler.dynamic:
         say("This is no error: a dynamic loss scale starts high, and goes down until gradients fit.")
-
-
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    attached = vars(optimizer)["_amp_attached"]
-    if attached.frame is sys._getframe(1):
-        skipped = attached.is_skipping
-        _leave(optimizer)
-        stash_of(optimizer).after_step(skipped=skipped)
-
-
-def _leave(optimizer: Optimizer) -> None:
-    attached = vars(optimizer)["_amp_attached"]
-    casts_off, attached.casts_off = attached.casts_off, None
-    attached.frame, attached.is_skipping = None, False
-    blocks.leave_casts_off(casts_off)

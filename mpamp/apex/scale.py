@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..castcache import clear_cache
 from .errors import AmpIndexError, AmpUsageError
+from .holding import is_optimizer
 from .optimizers import stash_of
 from .scaler import LossScaler
 from .stash import Stash
@@ -107,17 +108,18 @@ def _scaled(
 
 
 def _is_one(optimizers: Any) -> bool:
-    return isinstance(optimizers, Optimizer) or hasattr(optimizers, "param_groups")
+    return is_optimizer(optimizers) or hasattr(optimizers, "param_groups")
 
 
 def _scaler(loss_id: int) -> LossScaler:
     try:
-        return state.loss_scalers[loss_id]
+        scaler: LossScaler = state.loss_scalers[loss_id]
     except IndexError:
         raise AmpIndexError(
             f"loss_id {loss_id} is out of range: amp.initialize(..., num_losses={len(state.loss_scalers)}) made "
             f"that many loss scalers, numbered from 0."
         ) from None
+    return scaler
 
 
 def unscale(grads: Iterable[torch.Tensor | None], loss_id: int = 0) -> list[torch.Tensor | None]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from .errors import AmpUsageError
 from .masters import LOW
 from .scaler import LossScaler
 
@@ -20,7 +21,7 @@ Grads = dict[int, tuple[Tensor, Tensor]]
 class Stash:
     """What amp keeps about an optimizer whose parameters it steps as they are."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.lazy_init_called = True
         self.already_patched = False
@@ -100,17 +101,45 @@ class Stash:
                 self.hidden[id(p)] = (p, p.grad)
                 p.grad = None
 
+    def catch_up(self) -> None:
+        """Make the model ready for a forward pass."""
+
     def before_step(self) -> None:
         """Make what is stepped ready."""
+
+    def refuse_scaled(self) -> None:
+        """Refuse a step on gradients that are scaled still.
+
+        Raises:
+            AmpUsageError: In a ``scale_loss`` block, or after blocks with ``delay_unscale`` alone.
+        """
+        where = ""
+        if self.put_aside is not None:
+            where = "inside of amp.scale_loss, whose end unscales gradients: call it after the block"
+        elif self.params_have_scaled_gradients and any(p.grad is not None for p in self.scaled()):
+            where = "after amp.scale_loss(..., delay_unscale=True) alone: leave it out in the last block before step()"
+        if where:
+            raise AmpUsageError(f"this {type(self.optimizer).__name__}'s step() was called {where}.")
+
+    def scaled(self) -> list[Tensor]:
+        """Return the parameters that a backward pass gives scaled gradients."""
+        return list(self.params())
 
     def before_closure(self) -> None:
         """Make the model ready for a forward pass in the middle of a step."""
 
-    def after_step(self, *, skipped: bool) -> None:
-        """Carry a step's result over, or clean up after a skipped one."""
+    def unhide(self) -> bool:
+        """Put back what ``hide`` took; tell whether it took anything."""
         hidden, self.hidden = self.hidden, {}
         for p, grad in hidden.values():
             p.grad = grad
+        return bool(hidden)
+
+    def after_step(self, *, skipped: bool) -> None:
+        """Carry a step's result over, or clean up after a skipped one."""
+
+    def refresh(self) -> None:
+        """Take notice of parameters that are new in the groups."""
 
     def release(self) -> None:
         """Give the optimizer back as it was."""

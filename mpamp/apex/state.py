@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed
 
 from .errors import AmpUsageError
-
-if TYPE_CHECKING:
-    from .handle import AmpHandle
-    from .properties import Properties
-    from .scaler import LossScaler
 
 __all__ = ["AmpState", "is_enabled", "say", "say_on_first_rank", "state", "warn_or_raise"]
 
@@ -24,9 +19,12 @@ class AmpState:
     ``initialize`` or ``init`` has set them.
     """
 
-    opt_properties: Properties
-    loss_scalers: list[LossScaler]
-    handle: AmpHandle
+    opt_properties: Any
+    """``Properties``; none of the three is imported here, since what they are made of stands on this module."""
+    loss_scalers: list[Any]
+    """Each a ``LossScaler``."""
+    handle: Any
+    """An ``AmpHandle``."""
     min_loss_scale: float | None
     max_loss_scale: float
 

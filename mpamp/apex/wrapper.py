@@ -16,7 +16,7 @@ from .state import say
 __all__ = ["OptimWrapper", "unscale_in_place"]
 
 
-def unscale_in_place(optimizer: Optimizer, scaler: LossScaler) -> bool:
+def unscale_in_place(optimizer: Any, scaler: LossScaler) -> bool:
     """Divide an optimizer's gradients by the scale and move that; tell whether they overflowed."""
     grads = {id(p.grad): p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     scaler.clear_overflow_state()
@@ -30,7 +30,7 @@ class OptimWrapper(Optimizer):
     Everything else is the wrapped optimizer's own.
     """
 
-    def __init__(self, optimizer: Optimizer, amp_handle: Any, num_loss: int) -> None:
+    def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
         self._optimizer, self._amp_handle = optimizer, amp_handle
         self._num_loss, self._loss_idx = num_loss, 0
         self._skip_next = [False] * num_loss
@@ -46,7 +46,7 @@ class OptimWrapper(Optimizer):
         Raises:
             AmpAssertionError: There were more losses since the last step than ``num_loss``.
         """
-        if not self._amp_handle.is_active():
+        if not self._is_active():
             yield loss
             return
         if self._loss_idx >= self._num_loss:
@@ -68,6 +68,9 @@ class OptimWrapper(Optimizer):
             for p, grad in kept.values():
                 p.grad = grad if p.grad is None else p.grad + grad
 
+    def _is_active(self) -> bool:
+        return self._amp_handle is not None and bool(self._amp_handle.is_active())
+
     def _params(self) -> list[torch.Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
@@ -82,8 +85,8 @@ class OptimWrapper(Optimizer):
         Raises:
             AmpNotImplementedError: A closure was given.
         """
-        if not self._amp_handle.is_active():
-            return self._optimizer.step(closure)
+        if not self._is_active():
+            return self._optimizer.step(*(() if closure is None else (closure,)))
         self._loss_idx = 0
         for p in self._params():
             self._amp_handle.remove_cache(p)
@@ -106,9 +109,7 @@ class OptimWrapper(Optimizer):
         return {name: value for name, value in vars(self).items() if name != "_amp_handle"}
 
     def __setstate__(self, state: Any) -> None:
-        from .handle import NoOpHandle
-
-        vars(self).update(state, _amp_handle=NoOpHandle())
+        vars(self).update(state, _amp_handle=None)  # a handle belongs to its process
 
     def __repr__(self) -> str:
         return repr(self._optimizer)
@@ -121,9 +122,9 @@ class OptimWrapper(Optimizer):
         """Load the wrapped optimizer's."""
         self._optimizer.load_state_dict(state_dict)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the wrapped optimizer's gradients."""
-        self._optimizer.zero_grad(set_to_none)
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the wrapped optimizer's gradients, by its own arguments."""
+        self._optimizer.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add to the wrapped optimizer's groups."""

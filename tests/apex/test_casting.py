@@ -112,10 +112,32 @@ def test_o1_with_float32_model_type_casts_inputs_outputs_and_state_dicts():
     assert (model.seen, out.dtype) == (HALF, HALF)
 
 
-def test_only_the_models_passed_are_wrapped():
-    model, _ = start("O2")
-    with pytest.raises(RuntimeError):
-        model[0](data())
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_layers_take_float32_where_another_method_than_forward_calls_them(level):
+    class Coder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = net()
+            self.cell = nn.GRU(3, 2, batch_first=True)
+            self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
+
+        def encode(self, x):
+            x, _ = self.cell(self.layers(x)[None])
+            return self.attention(x, x, x.float())[0]
+
+        def forward(self, x):
+            return self.encode(x)
+
+    model, _ = start(level, model=Coder())
+    assert model.encode(data()).dtype is LOW_MODEL[level]
+    assert torch.equal(model.encode(data()).float(), model(data()))
+    assert model.layers[0](data()).dtype is LOW_MODEL[level]
+    twin = copy.deepcopy(model)
+    assert twin.encode(data()).dtype is LOW_MODEL[level]
+    assert isinstance(model.layers[0], nn.Linear)
+    amp.shutdown()
+    assert [type(m) for m in model.layers] == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Linear]
+    assert model.encode(data()).dtype is FP32
 
 
 def test_forward_keeps_its_name_signature_and_doc():

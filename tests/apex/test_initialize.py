@@ -35,6 +35,11 @@ def test_shapes_mirror_the_arguments():
     assert amp.initialize(model, [], opt_level="O0", verbosity=0) == (model, [])
     models = [net()]
     assert amp.initialize(models, opt_level="O0", verbosity=0) is models
+    models, optimizers = (net(), net()), (sgd(net()),)
+    found = amp.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    assert found[0] is models
+    assert found[1] is optimizers
+    assert models[1][0].weight.dtype is torch.float16
 
 
 @pytest.mark.parametrize("enabled_first", [False, True])
@@ -68,7 +73,7 @@ def test_disabled_changes_nothing_anywhere():
 @pytest.mark.parametrize(
     ("models", "optimizers", "words"),
     [
-        ((nn.Linear(1, 1),), None, "a tuple of Linear; write it as a list"),
+        ({nn.Linear(1, 1)}, None, "single model or a list of models; got set"),
         ([nn.Linear(1, 1), 3], None, "a list of Linear, int"),
         ("net", None, "single model or a list of models"),
         (nn.Linear(1, 1), (1,), "a tuple of int"),
