@@ -18,6 +18,7 @@ __all__ = [
     "is_dynamo_compiling",
     "is_exporting",
     "left_out_by_itself",
+    "left_to_python",
     "run_while_tracing",
     "traced",
 ]
@@ -57,6 +58,12 @@ def left_out_by_itself(function: F) -> F:
     """Have Dynamo trace ``function`` only where compiled code calls it, not where the eager part of a program does."""
     eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
+
+
+def left_to_python(function: F) -> F:
+    """Have compiled code call ``function``, and nothing that it calls be compiled: it and they run as written."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return left_out_by_itself(function)
 
 
 def traced(contexts: Contexts) -> contextlib.AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,16 @@ from torch import Tensor
 
 from .gradients import local_part
 
-__all__ = ["lent"]
+__all__ = ["is_fused", "lent"]
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Tell whether an optimizer unscales and skips by itself, by what it is lent.
+
+    A wrapper that only has the word from what it wraps doesn't: what it is lent stays with it.
+    """
+    name = "_step_supports_amp_scaling"
+    return bool(getattr(optimizer, name, False)) and inspect.getattr_static(optimizer, name, None) is not None
 
 
 @contextmanager

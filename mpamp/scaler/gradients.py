@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -14,11 +14,12 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ..errors import Fp16GradientError
 
-__all__ = ["Bucket", "all_gradients", "name_gradients", "sort_gradients"]
+__all__ = ["Bucket", "gradients_of", "name_gradients", "parameters_of", "sort_gradients", "unique"]
 
 HALF = frozenset({torch.float16, torch.complex32})
 NAMED_AT_MOST = 8
 _layout_of = attrgetter("layout")
+_grad_fn_of = attrgetter("grad_fn")
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class Bucket:
         mesh: The DTensors' device mesh, or None.
         placements: The DTensors' placements.
         is_sparse: Whether they are the values of COO gradients.
+        has_graph: Whether they are part of a graph, as ``backward(create_graph=True)`` makes them.
     """
 
     device: torch.device
@@ -40,6 +42,7 @@ class Bucket:
     mesh: Any = None
     placements: tuple[Any, ...] = ()
     is_sparse: bool = False
+    has_graph: bool = False
 
     @property
     def may_overflow_when_merged(self) -> bool:
@@ -52,12 +55,19 @@ class Bucket:
         return any(not placement.is_replicate() for placement in self.placements)
 
 
-def all_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the optimizer's gradients, each once."""
-    grads = [grad for group in optimizer.param_groups for p in group["params"] if (grad := p.grad) is not None]
-    if len(set(map(id, grads))) != len(grads):
-        grads = list({id(grad): grad for grad in grads}.values())
-    return grads
+    return unique([grad for param in parameters_of(optimizer) if (grad := param.grad) is not None])
+
+
+def unique(grads: list[Tensor]) -> list[Tensor]:
+    """Return each of the tensors once."""
+    return grads if len(set(map(id, grads))) == len(grads) else list({id(grad): grad for grad in grads}.values())
 
 
 def sort_gradients(grads: list[Tensor]) -> list[Bucket]:
@@ -66,18 +76,24 @@ def sort_gradients(grads: list[Tensor]) -> list[Bucket]:
     The order lets the last buckets' reduction over the mesh carry what the earlier ones found.
     """
     is_plain = set(map(type, grads)) <= {Tensor} and set(map(_layout_of, grads)) <= {torch.strided}
-    if is_plain and grads:
+    if is_plain and grads and not has_graph(grads):
         groups = _group_tensors_by_device_and_dtype([grads])  # type: ignore[list-item]
         return [Bucket(device, dtype, found[0]) for (device, dtype), (found, _) in groups.items()]  # type: ignore
     buckets: dict[Any, Bucket] = {}
     for grad in grads:
-        part = values_of(grad)
+        is_in_graph = has_graph([grad])
+        part = grad if is_in_graph else values_of(grad)
         mesh, placements = _mesh_of(grad)
-        key = (type(part), part.device, part.dtype, mesh, placements, grad.is_sparse)
+        key = (type(part), part.device, part.dtype, mesh, placements, grad.is_sparse, is_in_graph)
         if key not in buckets:
-            buckets[key] = Bucket(part.device, part.dtype, [], mesh, placements, grad.is_sparse)
+            buckets[key] = Bucket(part.device, part.dtype, [], mesh, placements, grad.is_sparse, is_in_graph)
         buckets[key].tensors.append(part)
     return sorted(buckets.values(), key=lambda bucket: (bucket.mesh is not None, bucket.is_sharded))
+
+
+def has_graph(grads: Iterable[Tensor]) -> bool:
+    """Tell whether a gradient is part of a graph, so that its derivatives have to be unscaled with it."""
+    return any(map(_grad_fn_of, grads))
 
 
 def values_of(grad: Tensor) -> Tensor:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from ..registry import device_state
-from .gradients import Bucket, local_part
+from .gradients import Bucket, local_part, sort_gradients, values_of
 
-__all__ = ["Rule", "combine", "inverse", "is_on_host", "unscale_bucket_", "update_scale_"]
+__all__ = ["Rule", "combine", "inverse", "is_on_host", "rescale_", "unless", "unscale_bucket_", "update_scale_"]
 
 UNSCALE = "aten::_amp_foreach_non_finite_check_and_unscale_"
 UPDATE = "aten::_amp_update_scale_"
 _REALS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 AT_ONCE = 32
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 _LOW = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -97,6 +98,9 @@ def unscale_bucket_(bucket: Bucket, found_inf: Tensor, inv_scale: Tensor) -> Non
         found_inf: Shape [], float32, on their device; kept at 1 if it is 1. Reduced over a mesh that shards them.
         inv_scale: Shape [], float32, on their device.
     """
+    if bucket.has_graph:
+        _unscale_graph_(bucket, found_inf, inv_scale)
+        return
     if bucket.mesh is not None and not _runs(bucket.device, bucket.dtype):
         local = list(map(local_part, bucket.tensors))
         unscale_bucket_(Bucket(bucket.device, bucket.dtype, local), found_inf, inv_scale)
@@ -113,6 +117,17 @@ def unscale_bucket_(bucket: Bucket, found_inf: Tensor, inv_scale: Tensor) -> Non
         _check_and_unscale_(grads, found_inf, inv_scale)
 
 
+def _unscale_graph_(bucket: Bucket, found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Unscale gradients that are part of a graph, within the graph: their derivatives are unscaled with them."""
+    detached = [values_of(grad.detach()).clone() for grad in bucket.tensors]
+    checked = Bucket(bucket.device, bucket.dtype, detached, bucket.mesh, bucket.placements, bucket.is_sparse)
+    unscale_bucket_(checked, found_inf, torch.ones_like(inv_scale))
+    wide = _WIDE.get(bucket.dtype, bucket.dtype)
+    with torch.enable_grad():
+        for grad in bucket.tensors:
+            grad.copy_(grad.to(wide) * inv_scale)
+
+
 def _runs(device: torch.device, dtype: torch.dtype) -> bool:
     return not dtype.is_complex and has_kernel(device.type, UNSCALE) and _takes(device, dtype)
 
@@ -120,7 +135,8 @@ def _runs(device: torch.device, dtype: torch.dtype) -> bool:
 @functools.cache
 def _takes(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether the device's kernel takes a dtype; CUDA's has no bfloat16 in torch 2.11."""
-    grad, found_inf = torch.ones(1, dtype=dtype, device=device), torch.zeros((), device=device)
+    grad = torch.ones(1, dtype=dtype, device=device)
+    found_inf = torch.zeros((), dtype=torch.float32, device=device)
     try:
         torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, torch.ones_like(found_inf))
     except NotImplementedError:
@@ -155,6 +171,31 @@ def _reduce_over_mesh_(found_inf: Tensor, bucket: Bucket) -> None:
 
     placements = [Replicate() if p.is_replicate() else Partial("max") for p in bucket.placements]
     found_inf.copy_(DTensor.from_local(found_inf.clone(), bucket.mesh, placements, run_check=False).full_tensor())
+
+
+def unless(skipped: Tensor, factor: Tensor) -> Tensor:
+    """Return 1 for gradients that a fused kernel unscaled, and the factor if it skipped and left them scaled.
+
+    Args:
+        skipped: Shape []; 1 if it skipped.
+        factor: Shape [], float32.
+    """
+    return torch.where(skipped.to(factor.device, non_blocking=True) > 0, factor, torch.ones_like(factor))
+
+
+def rescale_(scale: Tensor, grad: Tensor, skipped: Tensor | None) -> None:
+    """Multiply an unscaled gradient by the scale, in place; one that a fused kernel has skipped is scaled already.
+
+    Args:
+        scale: Shape [], float32.
+        grad: A gradient of any kind.
+        skipped: Shape [], 1 if a fused kernel skipped; or None.
+    """
+    factor = scale if skipped is None else torch.where(skipped.to(scale.device) > 0, torch.ones_like(scale), scale)
+    with torch.no_grad():
+        for bucket in sort_gradients([grad]):
+            found_inf = torch.zeros((), dtype=torch.float32, device=bucket.device)
+            unscale_bucket_(bucket, found_inf, factor.to(bucket.device, non_blocking=True))
 
 
 def combine(found_infs: list[Tensor], device: torch.device) -> Tensor:

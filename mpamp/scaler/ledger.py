@@ -1,107 +1,311 @@
-"""Which gradients were unscaled since the last update, so that one of two optimizers' is unscaled once."""
+"""Which gradients are unscaled since the last update, and to which a scaled one was added after that.
+
+Autograd says so: ``scale`` leaves a hook on the loss, and in a backward pass that comes after an unscaling, each
+parameter of it says when a gradient arrives there. A loop that unscales after its last backward pass pays for neither.
+"""
 
 from __future__ import annotations
 
-from operator import attrgetter
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
+from ..compiling import is_compiling, left_out_by_itself
 from ..errors import ScalerUsageError
-from .gradients import all_gradients, name_gradients
+from .gradients import gradients_of, name_gradients, parameters_of, unique
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "Share"]
 
-_version_of = attrgetter("_version")
+Optimizer = torch.optim.Optimizer
+Reference = Callable[[], "Tensor | None"] | None
+Share = tuple["Tensor | None", list[Tensor]]
+"""Gradients that are unscaled, unless the tensor beside them, if there is one, is 1."""
 
 
 class _Entry:
-    """One optimizer's gradients as its unscaling left them. Holds them, lest another tensor get their identity."""
+    """A parameter, or several with one gradient, as an optimizer's unscaling left it."""
 
-    __slots__ = ("is_fused", "kept", "optimizer", "versions")
+    __slots__ = ("at_pass", "grad", "is_mixed", "is_scaled", "record")
 
-    def __init__(self, optimizer: torch.optim.Optimizer, grads: list[Tensor] | None, *, is_fused: bool) -> None:
+    def __init__(self, record: _Record, grad: Reference) -> None:
+        self.record = record
+        self.grad = grad
+        self.at_pass = grad
+        """The gradient when the first backward pass after the unscaling began."""
+        self.is_scaled = False
+        """Whether a scaled gradient has arrived since; what was there was scaled again then."""
+        self.is_mixed = False
+        """Whether one was added out of autograd's sight, as FSDP2 does: nobody can divide only a part."""
+
+
+class _Record:
+    """One optimizer's unscaling. Gradients are held weakly: to hold them until the update would cost memory."""
+
+    __slots__ = ("grads", "is_blind", "is_known", "is_within", "optimizer", "params", "passes", "skip", "state")
+
+    def __init__(self, optimizer: Optimizer, state: dict[str, Any], ledger: Ledger) -> None:
         self.optimizer = optimizer
-        self.is_fused = is_fused
-        self.kept = grads
-        self.versions = [] if grads is None else list(map(_version_of, grads))
-
-    def by_identity(self) -> dict[int, int | None]:
-        """Return each gradient's version after unscaling; None where that isn't known."""
-        if self.kept is None:
-            return {id(grad): None for grad in all_gradients(self.optimizer)}
-        if self.is_fused:
-            return {id(grad): None for grad in self.kept}
-        return dict(zip(map(id, self.kept), self.versions, strict=True))
+        self.state = state
+        self.params = parameters_of(optimizer)
+        self.grads = [_reference(param.grad) for param in self.params]
+        self.passes = ledger.passes
+        self.is_within = ledger.running > 0
+        """Whether it was within a backward pass, as from a parameter's hook: others' gradients were to come."""
+        self.is_blind = not ledger.has_seen_losses
+        """Whether no loss was watched before: passes then go unseen, as those of losses scaled in compiled code."""
+        self.skip: Tensor | None = None
+        """Shape []; if it is 1, the fused kernel skipped and left the gradients scaled."""
+        self.is_known = True
+        """Whether the gradients' scale is known: what a fused kernel of others leaves isn't."""
 
 
 class Ledger:
-    """What was unscaled since the last update.
+    """What was unscaled since the last update, and what came after."""
 
-    Gradients are held until then, which costs memory where each optimizer's would be freed before. So they are not
-    held once there was an update with several optimizers of which none shared a parameter with another.
-    """
+    def __init__(self, states: object = None) -> None:
+        self._states = states
+        self._records: dict[int, _Record] = {}
+        self._fresh: list[_Record] = []
+        """Records whose parameters have no entry yet: nobody has asked."""
+        self._unwatched: list[_Record] = []
+        self._by_param: dict[int, _Entry] = {}
+        self._by_grad: dict[int, _Entry] = {}
+        self._watched: dict[int, tuple[Any, ...]] = {}
+        self._passes_before = 0
+        self.passes = 0
+        """Backward passes of scaled losses that have begun."""
+        self.running = 0
+        """Those of them that have not ended."""
+        self.has_seen_losses = False
+        """Whether a loss was scaled since the last update that says when a pass begins at it."""
 
-    def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}
-        self._last: tuple[int, list[Tensor]] = (0, [])
-        """The gradients last looked at, and their optimizer's identity."""
-        self._holds = True
-        self._shares = False
+    # What the scaler says:
 
-    def optimizers(self) -> list[torch.optim.Optimizer]:
+    def begin(self, states: object) -> None:
+        """Forget everything, unless the optimizers' states are those known: an update makes new ones.
+
+        A subclass may make them by itself, so they are looked at rather than the calls of ``update``.
+        """
+        if states is self._states:
+            return
+        for _, *handles in self._watched.values():
+            for handle in handles:
+                handle.remove()
+        self._states = states
+        self._records, self._fresh, self._unwatched, self._watched = {}, [], [], {}
+        self._by_param, self._by_grad = {}, {}
+        self._passes_before, self.running, self.has_seen_losses = self.passes, 0, False
+
+    def open(self, states: dict[int, dict[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state. If it is a new one, made by the user, what it was like before is forgotten."""
+        self.begin(states)
+        state = states[id(optimizer)]
+        record = self._records.get(id(optimizer))
+        if record is not None and record.state is not state:
+            self._forget(record)
+        return state
+
+    def _forget(self, record: _Record) -> None:
+        del self._records[id(record.optimizer)]
+        for index in (self._by_param, self._by_grad):
+            for key in [key for key, entry in index.items() if entry.record is record]:
+                del index[key]
+        for records in (self._fresh, self._unwatched):
+            if record in records:
+                records.remove(record)
+
+    def record(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Note that an optimizer's gradients are unscaled now."""
+        record = _Record(optimizer, state, self)
+        self._records[id(optimizer)] = record
+        self._fresh.append(record)
+        self._unwatched.append(record)
+
+    def record_fused(self, optimizer: Optimizer, state: dict[str, Any], found_inf: Tensor, *, is_known: bool) -> None:
+        """Note that an optimizer's kernel has unscaled its gradients, unless it skipped."""
+        self.record(optimizer, state)
+        record = self._records[id(optimizer)]
+        record.skip, record.is_known = found_inf, is_known
+
+    # What the scaler asks:
+
+    def optimizers(self) -> list[Optimizer]:
         """Return the optimizers whose gradients were looked at since the last update."""
-        return [entry.optimizer for entry in self._entries.values()]
+        return [record.optimizer for record in self._records.values()]
 
-    def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """Split an optimizer's gradients into (still scaled, unscaled with another optimizer).
+    def has_passed(self) -> bool:
+        """Tell whether a backward pass of a scaled loss has begun since the last update."""
+        return self.passes > self._passes_before
+
+    def split(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Share]]:
+        """Split an optimizer's gradients into the scaled ones, and shares of those that are unscaled.
 
         Raises:
             ScalerUsageError: It can't be known which of the two one is.
         """
-        grads = all_gradients(optimizer)
-        self._last = (id(optimizer), grads)
-        others = [entry for key, entry in self._entries.items() if key != id(optimizer)]
-        if not others:
-            return grads, []
-        seen: dict[int, int | None] = {}
-        for entry in others:
-            seen.update(entry.by_identity())
-        done = [grad for grad in grads if id(grad) in seen]
-        if not done:
-            return grads, []
-        self._shares = self._holds = True
-        for grad in done:
-            if seen[id(grad)] != grad._version:
-                raise self._refusal(optimizer, grad, seen[id(grad)])
-        return [grad for grad in grads if id(grad) not in seen], done
+        if not self._records:
+            return gradients_of(optimizer), []
+        scaled, shares = [], dict[int, Share]()
+        for param in parameters_of(optimizer):
+            grad = param.grad
+            if grad is None:
+                continue
+            record = self._unscaled_by(optimizer, param, grad)
+            if record is None:
+                scaled.append(grad)
+            else:
+                shares.setdefault(id(record.skip), (record.skip, []))[1].append(grad)
+        return unique(scaled), [(skip, unique(grads)) for skip, grads in shares.values()]
 
-    def shares(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether a gradient of the optimizer was unscaled with another since the last update."""
-        return any(key != id(optimizer) for key in self._entries) and bool(self.split(optimizer)[1])
+    def shares(self, optimizer: Optimizer) -> bool:
+        """Tell whether a gradient of the optimizer was unscaled since the last update.
 
-    def record(self, optimizer: torch.optim.Optimizer, *, is_fused: bool = False) -> None:
-        """Note that an optimizer's gradients are unscaled now; or will be by its fused kernel, unless it skips."""
-        number, grads = self._last
-        if number != id(optimizer):  # a subclass has unscaled them by itself
-            grads = all_gradients(optimizer)
-        self._last = (0, [])
-        self._entries.pop(id(optimizer), None)  # the latest comes last, and its versions count
-        self._entries[id(optimizer)] = _Entry(optimizer, grads if self._holds else None, is_fused=is_fused)
+        Raises:
+            ScalerUsageError: It can't be known.
+        """
+        return bool(self.split(optimizer)[1])
 
-    def clear(self) -> None:
-        """Forget the entries: an update ends the iteration."""
-        if len(self._entries) > 1:
-            self._holds = self._shares
-            self._shares = False
-        self._entries.clear()
-        self._last = (0, [])
+    def has_late(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer that was unscaled has scaled gradients again.
 
-    def _refusal(self, optimizer: torch.optim.Optimizer, grad: Tensor, version: int | None) -> ScalerUsageError:
-        names = name_gradients(optimizer, lambda other: other is grad)
-        what = "may have been unscaled" if version is None else "was unscaled, and changed since,"
-        return ScalerUsageError(
-            f"the gradient of {names} {what} with another optimizer that owns the parameter too. Whether to unscale it "
-            "again can't be known. Call scaler.unscale_() with both optimizers before either steps and before "
-            "gradients are clipped, or zero_grad(set_to_none=True) before the second backward pass."
-        )
+        Raises:
+            ScalerUsageError: It can't be known.
+        """
+        record = self._records.get(id(optimizer))
+        if record is None or record.is_blind:
+            return False
+        is_quiet = record.passes == self.passes and not record.is_within
+        if is_quiet and list(map(id, record.params)) == list(map(id, parameters_of(optimizer))):
+            return False
+        return bool(self.split(optimizer)[0])
+
+    def _unscaled_by(self, optimizer: Optimizer, param: Tensor, grad: Tensor) -> _Record | None:
+        """Return the record of the unscaling that a gradient has been through, or None if it is scaled."""
+        entry = self._entry(param, grad)
+        if entry is None or entry.is_scaled:
+            return None
+        record, reference = entry.record, weakref.ref(grad)
+        if entry.is_mixed or not record.is_known:
+            raise _refusal(optimizer, grad)
+        if entry.grad is reference:
+            return record
+        # Another tensor: put there by the user, or by a pass that doesn't end in the parameter, as under FSDP.
+        if record.is_blind or (record.is_within and entry.grad is None):
+            return None
+        if record.passes == self.passes or entry.at_pass is reference:
+            return record
+        if entry.at_pass is None:
+            return None
+        raise _refusal(optimizer, grad)
+
+    def _entry(self, param: Tensor, grad: Tensor | None) -> _Entry | None:
+        for record in self._fresh:
+            for each, reference in zip(record.params, record.grads, strict=True):
+                self._enter(record, each, reference)
+        self._fresh = []
+        found = None if grad is None else self._by_grad.get(id(grad))
+        if found is not None and found.grad is weakref.ref(grad):
+            return found
+        return self._by_param.get(id(param))
+
+    def _enter(self, record: _Record, param: Tensor, reference: Reference) -> None:
+        grad = None if reference is None else reference()
+        entry = None if grad is None else self._by_grad.get(id(grad))
+        if entry is None or entry.record is not record or entry.grad is not reference:
+            entry = _Entry(record, reference)
+        self._by_param[id(param)] = entry
+        if grad is not None:
+            self._by_grad[id(grad)] = entry
+
+    # What autograd says:
+
+    def watch(self, output: Tensor, scale: Tensor, rescale: Callable[[Tensor, Tensor, Tensor | None], None]) -> None:
+        """Have a scaled loss say when a backward pass begins at it.
+
+        Args:
+            output: The scaled loss.
+            scale: The scaler's, shape [].
+            rescale: Multiplies a gradient by the scale, in place, unless the third argument is 1.
+        """
+        self.has_seen_losses = True
+        if output.grad_fn is not None:
+            output.grad_fn.register_prehook(partial(self._begin, partial(rescale, scale)))
+
+    @left_out_by_itself
+    def _begin(self, rescale: Callable[[Tensor, Tensor | None], None], _: Any) -> None:
+        if is_compiling():  # compiled autograd, in which passes go unseen
+            return
+        self.has_seen_losses = True
+        self.passes += 1
+        self.running += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        for record in self._unwatched:
+            for param in record.params:
+                entry = self._entry(param, None)
+                assert entry is not None
+                entry.at_pass = _reference(param.grad)
+                if id(param) not in self._watched and param.is_leaf and param.requires_grad:
+                    node = get_gradient_edge(param).node  # kept, for the parameter itself doesn't
+                    arrival = node.register_prehook(partial(_weakly(self._arrive), param, rescale))
+                    accumulated = param.register_post_accumulate_grad_hook(_weakly(self._accumulated))
+                    self._watched[id(param)] = (node, arrival, accumulated)
+        self._unwatched = []
+
+    @left_out_by_itself
+    def _end(self) -> None:
+        self.running = max(0, self.running - 1)
+
+    @left_out_by_itself
+    def _arrive(self, param: Tensor, rescale: Callable[[Tensor, Tensor | None], None], _: Any) -> None:
+        """Scale what a parameter has before a scaled gradient is added to it: they are unscaled together."""
+        grad = param.grad
+        entry = self._entry(param, grad)
+        if entry is None or entry.is_scaled or not self.running:
+            return
+        entry.is_scaled = self._by_param[id(param)].is_scaled = True
+        if grad is not None:
+            rescale(grad, entry.record.skip)
+
+    @left_out_by_itself
+    def _accumulated(self, param: Tensor) -> None:
+        """Note gradients that arrive without ``_arrive``: FSDP2 puts them there, and calls only this hook."""
+        grad = param.grad
+        entry = self._entry(param, grad)
+        if grad is None or entry is None or entry.is_scaled or not self.running:
+            return
+        if entry.grad is weakref.ref(grad):
+            entry.is_mixed = True
+        else:
+            entry.is_scaled = True
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a method that doesn't keep its object: the garbage collector sees no cycle through autograd's graph."""
+    reference = weakref.WeakMethod(method)
+
+    @left_out_by_itself
+    def call(*args: Any) -> None:
+        found = reference()
+        if found is not None:
+            found(*args)
+
+    return call
+
+
+def _reference(grad: Tensor | None) -> Reference:
+    return None if grad is None else weakref.ref(grad)
+
+
+def _refusal(optimizer: Optimizer, grad: Tensor) -> ScalerUsageError:
+    names = name_gradients(optimizer, lambda other: other is grad)
+    return ScalerUsageError(
+        f"whether the gradient of {names} is scaled can't be known: it was unscaled, and then a fused kernel, a "
+        "sharded accumulation or an assignment after another backward pass may have put a scaled one in its place. "
+        "Call zero_grad(set_to_none=True) before the second backward pass, or scaler.update() after each one; of "
+        "optimizers that share parameters call scaler.unscale_() with all before one of them steps."
+    )

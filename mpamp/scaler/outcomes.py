@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,21 +25,31 @@ class Outcomes:
         self.history = history
         self.updates = history.count
         self.watch = SkipWatch(limit)
-        self._results: WeakKeyDictionary[torch.optim.Optimizer, StepResult] = WeakKeyDictionary()
+        self._results: dict[int, tuple[Callable[[], object], StepResult]] = {}
+        """By identity: an optimizer need not be hashable, nor weakly referable."""
 
     def last(self, optimizer: torch.optim.Optimizer) -> StepResult | None:
         """Return the result of the optimizer's last step, if it has made one."""
-        return self._results.get(optimizer)
+        reference, result = self._results.get(id(optimizer), (None, None))
+        return result if reference is not None and reference() is optimizer else None
 
     def remember(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, scale: Tensor) -> StepResult:
         """Keep a step's result; it is read at once where that costs nothing."""
+        reference = self._reference(optimizer)
         listeners = _listeners()
-        tell = functools.partial(_tell, listeners, weakref.ref(optimizer)) if listeners is not None else None
+        tell = functools.partial(_tell, listeners, reference) if listeners is not None else None
         result = StepResult(self.updates + 1, found_inf, scale, tell)
-        self._results[optimizer] = result
+        self._results[id(optimizer)] = (reference, result)
         if kernels.is_on_host(found_inf):
             _ = result.skipped
         return result
+
+    def _reference(self, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        key, results = id(optimizer), self._results
+        try:
+            return weakref.ref(optimizer, lambda _: results.pop(key, None))
+        except TypeError:
+            return lambda: optimizer
 
     def count(self, scale: Tensor, found_inf: Tensor, checked: int) -> bool:
         """Count the update that ends an iteration; tell whether it is time to report that there were too many skips.
@@ -51,7 +61,7 @@ class Outcomes:
         """
         is_capturing = kernels.is_capturing(scale.device.type)
         rows = self.history.push(scale, found_inf, in_place=is_capturing)
-        results = [result for result in self._results.values() if result.step == self.updates + 1]
+        results = [result for _, result in self._results.values() if result.step == self.updates + 1]
         self.updates += 1
         for result in results:
             result.keep_scale(rows[-2])
@@ -73,7 +83,7 @@ def _listeners() -> Any:
     return hook if hook.get_hookimpls() else None
 
 
-def _tell(hook: Any, reference: weakref.ref[torch.optim.Optimizer], result: StepResult) -> None:
+def _tell(hook: Any, reference: Callable[[], Any], result: StepResult) -> None:
     optimizer = reference()
     if optimizer is not None:
         hook(event=ScaleEvent(result.step, result.scale, result.skipped, optimizer))

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from ..errors import ScalerUsageError
+from ..compiling import left_to_python
 from . import kernels
-from .closures import Closure, take_closure
+from .closures import Closure, Evaluations, SkipStep, is_torchs, replace_closure, take_closure
 from .config import PluginMadeMeta, ScalerConfig
-from .fused import lent
+from .fused import is_fused, lent
+from .gradients import gradients_of, has_graph
 from .history import StepResult
 from .state import check_scale
 from .unscaling import UnscalingPart
@@ -86,6 +87,7 @@ class GradScaler(UnscalingPart, metaclass=PluginMadeMeta):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self._set_up(ScalerConfig(**arguments))
 
+    @left_to_python
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients, unless that was done, and step the optimizer, unless one has an inf or NaN.
 
@@ -109,55 +111,94 @@ class GradScaler(UnscalingPart, metaclass=PluginMadeMeta):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        closure, args, kwargs = take_closure(optimizer, args, kwargs)
-        value = None if closure is None else self._run_closure(optimizer, closure)
-        self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
+        closure = take_closure(optimizer, args, kwargs)
+        if closure is None:
+            self._check_scale_growth_tracker("step")
+        state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            returned = self._fused_step(optimizer, state, *args, **kwargs)
-        else:
-            if state["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-            if not state["found_inf_per_device"]:
-                raise AssertionError("No inf checks were recorded for this optimizer.")
-            returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        value, decides = None, is_fused(optimizer)
+        if closure is not None:
+            if not (decides or is_torchs(optimizer)):
+                return self._step_evaluating(optimizer, state, closure, args, kwargs)
+            with torch.enable_grad():
+                value = closure()
+            self._check_scale_growth_tracker("step")
+            args, kwargs = replace_closure(args, kwargs, None)
+        take_step = self._fused_step if decides else self._plain_step
+        returned = take_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return value if returned is None else returned
 
-    def _run_closure(self, optimizer: Optimizer, closure: Closure) -> Any:
-        if self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY:
-            raise ScalerUsageError(
-                "step() was given a closure, which makes new gradients, but this optimizer's gradients were unscaled "
-                "or it has stepped since the last update(). Leave the closure or the unscale_() out."
-            )
-        with torch.enable_grad():
-            return closure()
+    def _plain_step(self, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if state["stage"] is OptState.READY or self._ledger.has_late(optimizer):
+            self.unscale_(optimizer)
+        if not state["found_inf_per_device"]:
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        before = self._outcomes.last(optimizer)
+        returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        if self._outcomes.last(optimizer) is before:  # a subclass has its own
+            self._remember(optimizer, state)
+        return returned
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not self._remember(optimizer, optimizer_state).skipped:
             return optimizer.step(*args, **kwargs)
-        # Learning rate schedulers warn of a wrong order unless their optimizer was called before them.
-        with contextlib.suppress(AttributeError):
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+        _set_called(optimizer)
         return None
+
+    def _step_evaluating(
+        self, optimizer: Optimizer, state: dict[str, Any], closure: Closure, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Step an optimizer that may call its closure more than once; a skip puts the weights back."""
+
+        def has_inf() -> bool:
+            if state["stage"] is OptState.READY or self._ledger.has_late(optimizer):
+                self.unscale_(optimizer)
+            return bool(self._found_inf(state) > 0)
+
+        evaluations = Evaluations(optimizer, closure, has_inf)
+        args, kwargs = replace_closure(args, kwargs, evaluations)
+        returned = None
+        try:
+            # What a backward pass since the update left is for the optimizer to use, else it is an iteration old.
+            if state["stage"] is OptState.UNSCALED or self._ledger.has_passed():
+                evaluations.check()
+            returned = optimizer.step(*args, **kwargs)
+        except SkipStep:
+            evaluations.put_back_weights()
+            _set_called(optimizer)
+        self._check_scale_growth_tracker("step")
+        if state["stage"] is OptState.READY:  # it has not called its closure
+            self.unscale_(optimizer)
+        self._remember(optimizer, state)
+        state["stage"] = OptState.STEPPED
+        return evaluations.value if returned is None else returned
 
     def _fused_step(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             return self._step_with_scaler(optimizer, state, *args, **kwargs)
-        if state["stage"] is OptState.READY and self._ledger.shares(optimizer):
-            self.unscale_(optimizer)  # the kernel would unscale again what another optimizer's unscaling did
+        if self._needs_unscaling(optimizer, state):
+            self.unscale_(optimizer)
         is_ready = state["stage"] is OptState.READY
         if is_ready:
             self._check_inf_per_device(optimizer)
-            self._ledger.record(optimizer, is_fused=True)
-        scale, _ = self._check_scale_growth_tracker("step")
+        scale = self._get_scale_async()
         given = getattr(optimizer, "grad_scale", None)
         grad_scale = given if not is_ready else scale if given is None else scale * given
         self._remember(optimizer, state)
-        with lent(optimizer, grad_scale, self._found_inf(state)):
-            return optimizer.step(*args, **kwargs)
+        found_inf = self._found_inf(state)
+        with lent(optimizer, grad_scale, found_inf):
+            returned = optimizer.step(*args, **kwargs)
+        if is_ready:
+            self._ledger.record_fused(optimizer, state, found_inf, is_known=is_torchs(optimizer))
+        return returned
+
+    def _needs_unscaling(self, optimizer: Optimizer, state: dict[str, Any]) -> bool:
+        """Tell whether there are gradients that a fused kernel would unscale again, or not, or out of their graph."""
+        if state["stage"] is OptState.UNSCALED:
+            return self._ledger.has_late(optimizer)
+        return self._ledger.shares(optimizer) or has_graph(gradients_of(optimizer))
 
     def _step_with_scaler(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         warnings.warn(
@@ -172,6 +213,7 @@ class GradScaler(UnscalingPart, metaclass=PluginMadeMeta):
             self._remember(optimizer, state)
         return returned
 
+    @left_to_python
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration: move the scale by what the optimizers' gradients were like, or to ``new_scale``.
 
@@ -201,7 +243,7 @@ class GradScaler(UnscalingPart, metaclass=PluginMadeMeta):
             kernels.update_scale_(scale, tracker, found_inf, self._rule())
         optimizers = self._ledger.optimizers()
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._ledger.clear()
+        self._ledger.begin(self._per_optimizer_states)
         if is_due:
             report_skips(optimizers, self._outcomes.watch.streak, as_error=self._error_on_max_skips)
 
@@ -259,3 +301,9 @@ class GradScaler(UnscalingPart, metaclass=PluginMadeMeta):
             return False
         scheduler.step(*args, **kwargs)
         return True
+
+
+def _set_called(optimizer: Any) -> None:
+    """Keep learning rate schedulers from warning of a wrong order: they look whether their optimizer was called."""
+    with contextlib.suppress(AttributeError):
+        optimizer._opt_called = True

@@ -47,7 +47,7 @@ class ScalerSettings(torch.amp.GradScaler):
 
     def _start_afresh(self) -> None:
         """Make what belongs to this process and is not saved."""
-        self._ledger = Ledger()
+        self._ledger = Ledger(getattr(self, "_per_optimizer_states", None))  # a disabled scaler has none
         self._outcomes = Outcomes(self._max_consecutive_skips, self._history)
 
     @property

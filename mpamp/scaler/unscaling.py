@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ..compiling import left_to_python
 from . import gradients, kernels
 from .outputs import map_tensors
 from .settings import ScalerSettings
@@ -20,6 +21,7 @@ Optimizer = torch.optim.Optimizer
 class UnscalingPart(ScalerSettings):
     """Losses in, unscaled gradients out; whether there was an inf or NaN is kept on the device."""
 
+    @left_to_python
     def scale(self, outputs: Any) -> Any:
         """Return losses multiplied by the scale: a tensor, or tensors in nested containers, whose classes are kept.
 
@@ -31,15 +33,22 @@ class UnscalingPart(ScalerSettings):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            return outputs * self._scale_for(outputs).to(device=outputs.device, non_blocking=True)
+            scale = self._scale_for(outputs)
+            return self._watched(outputs * scale.to(device=outputs.device, non_blocking=True))
         copies: list[kernels.Copies] = []
 
         def scaled(tensor: Tensor) -> Tensor:
             if not copies:
                 copies.append(kernels.Copies(self._scale_for(tensor)))
-            return tensor * copies[0].at(tensor.device)
+            return self._watched(tensor * copies[0].at(tensor.device))
 
         return map_tensors(scaled, outputs)
+
+    def _watched(self, loss: Tensor) -> Tensor:
+        assert self._scale is not None
+        self._ledger.begin(self._per_optimizer_states)
+        self._ledger.watch(loss, self._scale, kernels.rescale_)
+        return loss
 
     def _scale_for(self, tensor: Tensor) -> Tensor:
         if self._scale is None:
@@ -52,36 +61,42 @@ class UnscalingPart(ScalerSettings):
         assert self._scale is not None
         self._history.place(self._scale.device)
 
+    @left_to_python
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, and note whether one has an inf or NaN.
 
         Call it before gradients are clipped or looked at; otherwise ``step`` does it. A gradient that another
-        optimizer owns too is unscaled once. Does not wait for the device.
+        optimizer owns too is unscaled once. Gradients that come later, by a backward pass of a scaled loss, are
+        unscaled by another call, or by ``step``. Does not wait for the device.
 
         Raises:
-            RuntimeError: It was called for this optimizer since the last update, or comes after its step.
+            RuntimeError: It was called for this optimizer since the last update, and no gradient has come since; or
+                it comes after its step.
             Fp16GradientError: There are float16 gradients, and ``allow_fp16_grads`` is off. None is touched then.
-            ScalerUsageError: A gradient was unscaled with another optimizer and changed since.
+            ScalerUsageError: Whether a gradient is scaled can't be known.
             AssertionError: Nothing was scaled yet.
         """
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("unscale_")
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.UNSCALED:
+        state = self._state_of(optimizer)
+        if state["stage"] is OptState.UNSCALED and not self._ledger.has_late(optimizer):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         found = self._unscale_grads_(optimizer, kernels.inverse(scale), found_inf, self._allow_fp16_grads)
-        state["found_inf_per_device"] = self._on_all_ranks(found)
-        self._ledger.record(optimizer)
+        state["found_inf_per_device"] = _either(state["found_inf_per_device"], self._on_all_ranks(found))
+        self._ledger.record(optimizer, state)
         state["stage"] = OptState.UNSCALED
+
+    def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._ledger.open(self._per_optimizer_states, optimizer)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        inverses, found = kernels.Copies(inv_scale), kernels.Copies(found_inf)
+        found = kernels.Copies(found_inf)
         with torch.no_grad():
             scaled, unscaled = self._ledger.split(optimizer)
             buckets = gradients.sort_gradients(scaled)
@@ -91,12 +106,10 @@ class UnscalingPart(ScalerSettings):
                 gradients.merge_duplicates_(optimizer)
                 scaled, unscaled = self._ledger.split(optimizer)
                 buckets = gradients.sort_gradients(scaled)
-            for bucket in buckets:
-                kernels.unscale_bucket_(bucket, found.at(bucket.device), inverses.at(bucket.device))
-            if unscaled:
-                ones = kernels.Copies(torch.ones_like(inv_scale))
-                for bucket in gradients.sort_gradients(unscaled):
-                    kernels.unscale_bucket_(bucket, found.at(bucket.device), ones.at(bucket.device))
+            _unscale_(buckets, found, inv_scale)
+            for skipped, grads in unscaled:
+                factor = torch.ones_like(inv_scale) if skipped is None else kernels.unless(skipped, inv_scale)
+                _unscale_(gradients.sort_gradients(grads), found, factor)
         return found.by_device
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> Any:
@@ -114,3 +127,14 @@ class UnscalingPart(ScalerSettings):
         combined = kernels.combine(list(found.values()), scale.device)
         torch.distributed.all_reduce(combined, op=torch.distributed.ReduceOp.MAX, group=self.process_group)
         return {scale.device: combined}
+
+
+def _unscale_(buckets: list[gradients.Bucket], found: kernels.Copies, factor: Tensor) -> None:
+    factors = kernels.Copies(factor)
+    for bucket in buckets:
+        kernels.unscale_bucket_(bucket, found.at(bucket.device), factors.at(bucket.device))
+
+
+def _either(before: dict[torch.device, Tensor], found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+    both = {device: torch.maximum(before[device], found[device]) for device in before.keys() & found.keys()}
+    return {**before, **found, **both}
