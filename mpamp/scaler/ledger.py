@@ -36,11 +36,16 @@ class _Entry:
         self.record = record
         self.grad = grad
         self.at_pass = grad
-        """The gradient when the first backward pass after the unscaling began."""
+        """The gradient when the first backward pass after the unscaling began; or one that an unscaled loss left."""
         self.is_scaled = False
         """Whether a scaled gradient has arrived since; what was there was scaled again then."""
         self.is_mixed = False
         """Whether one was added out of autograd's sight, as FSDP2 does: nobody can divide only a part."""
+
+    @property
+    def skip(self) -> Tensor | None:
+        """The record's, if its kernel has seen a gradient here."""
+        return None if self.grad is None else self.record.skip
 
 
 class _Record:
@@ -57,7 +62,7 @@ class _Record:
         self.is_within = ledger.running > 0
         """Whether it was within a backward pass, as from a parameter's hook: others' gradients were to come."""
         self.is_blind = not ledger.has_seen_losses
-        """Whether no loss was watched before: passes then go unseen, as those of losses scaled in compiled code."""
+        """Whether no loss was watched before: passes then go unseen, as where a subclass scales by itself."""
         self.skip: Tensor | None = None
         """Shape []; if it is 1, the fused kernel skipped and left the gradients scaled."""
         self.is_known = True
@@ -82,7 +87,7 @@ class Ledger:
         self.running = 0
         """Those of them that have not ended."""
         self.has_seen_losses = False
-        """Whether a loss was scaled since the last update that says when a pass begins at it."""
+        """Whether a loss was ever scaled that says when a pass begins at it: a subclass may scale by itself."""
 
     # What the scaler says:
 
@@ -99,7 +104,7 @@ class Ledger:
         self._states = states
         self._records, self._fresh, self._unwatched, self._watched = {}, [], [], {}
         self._by_param, self._by_grad = {}, {}
-        self._passes_before, self.running, self.has_seen_losses = self.passes, 0, False
+        self._passes_before, self.running = self.passes, 0
 
     def open(self, states: dict[int, dict[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state. If it is a new one, made by the user, what it was like before is forgotten."""
@@ -155,11 +160,11 @@ class Ledger:
             grad = param.grad
             if grad is None:
                 continue
-            record = self._unscaled_by(optimizer, param, grad)
-            if record is None:
+            entry = self._unscaled(optimizer, param, grad)
+            if entry is None:
                 scaled.append(grad)
             else:
-                shares.setdefault(id(record.skip), (record.skip, []))[1].append(grad)
+                shares.setdefault(id(entry.skip), (entry.skip, []))[1].append(grad)
         return unique(scaled), [(skip, unique(grads)) for skip, grads in shares.values()]
 
     def shares(self, optimizer: Optimizer) -> bool:
@@ -171,7 +176,7 @@ class Ledger:
         return bool(self.split(optimizer)[1])
 
     def has_late(self, optimizer: Optimizer) -> bool:
-        """Tell whether an optimizer that was unscaled has scaled gradients again.
+        """Tell whether an optimizer that was unscaled has gradients that it wasn't unscaled, and checked, with.
 
         Raises:
             ScalerUsageError: It can't be known.
@@ -179,13 +184,15 @@ class Ledger:
         record = self._records.get(id(optimizer))
         if record is None or record.is_blind:
             return False
+        params = parameters_of(optimizer)
         is_quiet = record.passes == self.passes and not record.is_within
-        if is_quiet and list(map(id, record.params)) == list(map(id, parameters_of(optimizer))):
+        if is_quiet and list(map(id, record.params)) == list(map(id, params)):
             return False
-        return bool(self.split(optimizer)[0])
+        entries = [self._unscaled(optimizer, param, grad) for param in params if (grad := param.grad) is not None]
+        return any(entry is None or entry.record is not record for entry in entries)
 
-    def _unscaled_by(self, optimizer: Optimizer, param: Tensor, grad: Tensor) -> _Record | None:
-        """Return the record of the unscaling that a gradient has been through, or None if it is scaled."""
+    def _unscaled(self, optimizer: Optimizer, param: Tensor, grad: Tensor) -> _Entry | None:
+        """Return the entry of a gradient that is unscaled, or None if it is scaled."""
         entry = self._entry(param, grad)
         if entry is None or entry.is_scaled:
             return None
@@ -193,12 +200,12 @@ class Ledger:
         if entry.is_mixed or not record.is_known:
             raise _refusal(optimizer, grad)
         if entry.grad is reference:
-            return record
+            return entry
         # Another tensor: put there by the user, or by a pass that doesn't end in the parameter, as under FSDP.
         if record.is_blind or (record.is_within and entry.grad is None):
             return None
         if record.passes == self.passes or entry.at_pass is reference:
-            return record
+            return entry
         if entry.at_pass is None:
             return None
         raise _refusal(optimizer, grad)
@@ -269,16 +276,18 @@ class Ledger:
             return
         entry.is_scaled = self._by_param[id(param)].is_scaled = True
         if grad is not None:
-            rescale(grad, entry.record.skip)
+            rescale(grad, entry.skip)
 
     @left_out_by_itself
     def _accumulated(self, param: Tensor) -> None:
-        """Note gradients that arrive without ``_arrive``: FSDP2 puts them there, and calls only this hook."""
+        """Note unscaled gradients, and those without ``_arrive``: FSDP2 puts them there, and calls only this hook."""
         grad = param.grad
         entry = self._entry(param, grad)
-        if grad is None or entry is None or entry.is_scaled or not self.running:
+        if grad is None or entry is None or entry.is_scaled:
             return
-        if entry.grad is weakref.ref(grad):
+        if not self.running:
+            entry.at_pass = weakref.ref(grad)
+        elif entry.grad is weakref.ref(grad):
             entry.is_mixed = True
         else:
             entry.is_scaled = True
@@ -306,6 +315,6 @@ def _refusal(optimizer: Optimizer, grad: Tensor) -> ScalerUsageError:
     return ScalerUsageError(
         f"whether the gradient of {names} is scaled can't be known: it was unscaled, and then a fused kernel, a "
         "sharded accumulation or an assignment after another backward pass may have put a scaled one in its place. "
-        "Call zero_grad(set_to_none=True) before the second backward pass, or scaler.update() after each one; of "
-        "optimizers that share parameters call scaler.unscale_() with all before one of them steps."
+        "Change unscaled gradients in place; call zero_grad(set_to_none=True) before a backward pass whose gradients "
+        "are assigned; of optimizers that share parameters call scaler.unscale_() with all before one of them steps."
     )

@@ -12,7 +12,6 @@ import torch
 import mpamp
 from mpamp.scaler import GradScaler
 
-
 # Dynamo looks at what scale() returned.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 

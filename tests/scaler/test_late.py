@@ -224,6 +224,14 @@ def test_inf_that_was_there_before_skips_though_it_is_gone(make: Any) -> None:
     assert weight.tolist() == [1.0, 1.0]
 
 
+def test_inf_that_came_later_and_was_unscaled_with_another_optimizer() -> None:
+    trained = Trained()
+    trained.backward(math.nan)
+    other = MAKES["plain"]([trained.weight])
+    trained.scaler.unscale_(other)
+    assert trained.step() == [0.0, 0.0]
+
+
 def test_second_unscale_is_for_what_came_between() -> None:
     trained = Trained()
     trained.backward(1.0)

@@ -174,7 +174,7 @@ def test_cost_is_linear_in_the_optimizers(way: str) -> None:
         params = [torch.nn.Parameter(torch.ones(2)) for _ in range(number)]
         optimizers = [torch.optim.SGD([p], lr=0.1, foreach=False) for p in params]
         scaler = GradScaler("cpu", init_scale=64.0)
-        for is_counted in (False, True):
+        for _ in range(2):
             for param in params:
                 param.grad = torch.ones(2)
             scaler.scale(torch.ones(()))
@@ -186,7 +186,6 @@ def test_cost_is_linear_in_the_optimizers(way: str) -> None:
                         scaler.unscale_(optimizer)
                     scaler.step(optimizer)
                 scaler.update()
-        assert is_counted
         return calls.count
 
     few, many = cost(20), cost(160)
