@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ..compiling import is_compiling, left_out_by_itself
+from ..compiling import is_dynamo_compiling, left_out_by_itself
 from ..errors import ScalerUsageError
 from .gradients import gradients_of, name_gradients, parameters_of, unique
 
@@ -245,7 +245,7 @@ class Ledger:
 
     @left_out_by_itself
     def _begin(self, rescale: Callable[[Tensor, Tensor | None], None], _: Any) -> None:
-        if is_compiling():  # compiled autograd, in which passes go unseen
+        if is_dynamo_compiling():  # compiled autograd, in which passes go unseen
             return
         self.has_seen_losses = True
         self.passes += 1
