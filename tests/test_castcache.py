@@ -17,10 +17,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mpamp
-from mpamp.castcache import is_weight
+from mpamp.castcache import PERSISTENT_CACHE, is_weight
 from mpamp.testing import WeightCastCounter
 
 HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -424,6 +425,116 @@ def test_a_kept_cast_cannot_be_changed_through_a_product_s_result(weight: Parame
         assert_is_current(x, weight)
 
 
+OTHERS_ACTS: dict[str, Callable[[Tensor], Any]] = {
+    "returns it": lambda low: low,
+    "returns a view": lambda low: low.t(),
+    "writes": lambda low: low.mul_(100),
+    "writes into its data": lambda low: low.data.mul_(100),
+    "writes into its storage": lambda low: low.untyped_storage().fill_(0),
+    "hooks": lambda low: low.requires_grad and low.register_hook(lambda grad: grad * 100),
+    "hooks the node": lambda low: low.grad_fn and low.grad_fn.register_prehook(lambda g: (g[0] * 100,)),
+    "retains its gradient": lambda low: low.requires_grad and low.retain_grad(),
+    "detaches": lambda low: low.detach_(),
+}
+
+
+@pytest.fixture(params=["CompositeImplicitAutograd", "CompositeExplicitAutograd", "CPU"])
+def others_op(request: pytest.FixtureRequest) -> Iterator[Callable[[Callable[[Tensor], Any]], Any]]:
+    """Yield what makes an op of another library act; its schema says that it returns a new tensor."""
+    library = torch.library.Library("mpamp_others", "FRAGMENT")
+    acts: list[Callable[[Tensor], Any]] = []
+
+    def run(x: Tensor) -> Tensor:
+        found = acts[-1](x)
+        return found if isinstance(found, Tensor) else x.clone()
+
+    library.define("act(Tensor x) -> Tensor")
+    library.impl("act", run, request.param)
+    mpamp.register_op("mpamp_others::act", "lower_precision_fp")
+    yield lambda act: (acts.append(act), torch.ops.mpamp_others.act)[1]
+    mpamp.unregister_op("mpamp_others::act")
+    library._destroy()
+
+
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("act", OTHERS_ACTS)
+def test_what_an_op_of_others_does_to_its_arguments_reaches_no_other_use(
+    weight: Parameter, x: Tensor, others_op: Any, act: str, requires_grad: bool
+) -> None:
+    weight.requires_grad_(requires_grad)
+    x.requires_grad_()
+    with region():
+        before = torch.mm(x, weight)
+        with torch.set_grad_enabled("write" not in act):
+            found = others_op(OTHERS_ACTS[act])(weight)
+        assert found.dtype is BRAIN
+        with torch.no_grad():
+            found.detach().zero_()
+        after = torch.mm(x, weight)
+    assert torch.equal(before, after)
+    (before.float().sum() + after.float().sum()).backward()
+    if weight.grad is not None:
+        once = x.detach().to(BRAIN).sum(0)[:, None].expand(4, 4).float()
+        assert torch.allclose(weight.grad, 2 * once, rtol=0.02)
+    assert (weight.grad is not None) is requires_grad
+
+
+class Spoils(TorchDispatchMode):
+    """Does something to every lower-precision tensor that it sees."""
+
+    def __init__(self, act: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.act = act
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in (*args, result):
+            if isinstance(tensor, Tensor) and tensor.dtype is BRAIN:
+                self.act(tensor)
+        return result
+
+
+def _hook(low: Tensor) -> None:
+    if low.requires_grad:
+        low.register_hook(lambda grad: grad * 100)
+
+
+SPOILING: dict[str, Callable[[Tensor], Any]] = {
+    "hook": _hook,
+    "retain_grad": lambda low: low.requires_grad and low.retain_grad(),
+    "detach_": lambda low: low._is_view() or low.detach_(),
+    "requires_grad_": lambda low: low.requires_grad or low.requires_grad_(),
+    "write": lambda low: torch.autograd.graph.increment_version(low) or low.detach().zero_(),
+}
+
+
+@pytest.mark.parametrize("is_warm", [True, False], ids=["cast before", "cast inside"])
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("act", SPOILING)
+def test_what_a_dispatch_mode_does_to_a_cast_reaches_no_use_outside(
+    weight: Parameter, x: Tensor, act: str, requires_grad: bool, is_warm: bool
+) -> None:
+    weight.requires_grad_(requires_grad)
+    x = x.requires_grad_()
+    # What an earlier graph has saved is the mode's to write into: autograd says so in backward.
+    grad = torch.no_grad if act == "write" else nullcontext
+    with region():
+        with grad():
+            uses = [torch.mm(x, weight)] if is_warm else []
+        with grad(), Spoils(SPOILING[act]):
+            torch.mm(x.detach(), weight)
+        uses += [torch.mm(x, weight), torch.mm(x, weight)]
+    expected = torch.mm(x.detach().to(BRAIN), weight.detach().to(BRAIN))
+    assert all(torch.equal(y, expected) for y in uses)
+    uses = [y for y in uses if y.requires_grad]
+    sum(y.float().sum() for y in uses).backward()  # type: ignore[union-attr]
+    assert (weight.grad is not None) is requires_grad
+    if weight.grad is not None:
+        once = x.detach().to(BRAIN).sum(0)[:, None].expand(4, 4).float()
+        assert torch.allclose(weight.grad, len(uses) * once, rtol=0.02)
+    assert x.grad is not None
+
+
 # -- Gradients -----------------------------------------------------------------------------------------
 
 
@@ -652,7 +763,69 @@ def test_no_cast_outlives_the_outermost_region(x: Tensor, fails: bool) -> None:
     assert _live((7, 4), BRAIN) == 0
 
 
+@pytest.mark.parametrize("leave", ["other data", "to meta", "to float64", "freed in place", "swapped"])
+def test_casts_that_can_never_be_served_again_go(x: Tensor, leave: str) -> None:
+    layer = torch.nn.Linear(4, 7, bias=False).requires_grad_(False)
+    ways: dict[str, Callable[[], Any]] = {
+        "other data": lambda: setattr(layer.weight, "data", torch.ones(7, 4)),
+        "to meta": lambda: layer.to("meta"),
+        "to float64": lambda: layer.double(),
+        "freed in place": lambda: layer.weight.untyped_storage().resize_(0),
+        "swapped": lambda: torch.utils.swap_tensors(layer.weight, Parameter(torch.ones(7, 4))),
+    }
+    with region(persistent_cache=True):
+        layer(x)
+    assert mpamp.cache_info().entries == 1
+    ways[leave]()
+    assert mpamp.cache_info().entries == 0
+    assert _live((7, 4), BRAIN) == 0
+
+
+def test_entries_of_weights_over_one_memory_do_not_pile_up(x: Tensor) -> None:
+    data = torch.ones(7, 4)
+    alive = []
+    with region(persistent_cache=True):
+        for _ in range(20):
+            alive.append(Parameter(data, requires_grad=False))
+            functional.linear(x, alive[-1])
+    assert mpamp.cache_info().entries == 1
+    mpamp.clear_cache()
+
+
+def test_nothing_piles_up_over_changes_of_data(x: Tensor) -> None:
+    weight, alive = Parameter(torch.ones(7, 4), requires_grad=False), []
+    with region(persistent_cache=True):
+        for _ in range(20):
+            alive.append(weight.data)
+            weight.data = torch.ones(7, 4)
+            functional.linear(x, weight)
+    entries = PERSISTENT_CACHE.entries
+    assert (len(entries), len(entries.keys_of)) == (1, 1)
+    mpamp.clear_cache()
+    assert (len(entries), len(entries.keys_of)) == (0, 0)
+
+
 # -- Threads -------------------------------------------------------------------------------------------
+
+
+def test_the_casts_of_a_thread_that_has_ended_are_freed_without_a_collection(x: Tensor) -> None:
+    weight = Parameter(torch.ones(7, 4), requires_grad=False)
+
+    def work() -> None:
+        with region(persistent_cache=True):
+            functional.linear(x, weight)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        found = (o for o in gc.get_objects() if type(o) is Tensor)
+        assert sum(tuple(t.shape) == (7, 4) and t.dtype is BRAIN for t in found) <= 1  # the last may be ending
+    finally:
+        gc.enable()
 
 
 def test_another_thread_s_exit_changes_nothing(weight: Parameter, x: Tensor) -> None:
