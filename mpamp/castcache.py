@@ -117,11 +117,12 @@ class CastCache:
             entry is None
             or entry.state != (tensor._version, tensor.data_ptr(), tensor.stride(), tensor.shape)
             or entry.storage() is not tensor.untyped_storage()
+            or entry.version != entry.low._version
         ):
             return None
         if stream_of is not None and not _is_ready(entry, stream_of(tensor)):
             return None
-        if entry.is_seen or _mode_depth():
+        if entry.depth or _mode_depth():
             return _guarded(entry, tensor)
         if _is_grad_enabled() and tensor.requires_grad:
             return _link(entry, tensor)
@@ -135,7 +136,7 @@ class CastCache:
         graph = _cast(weight, dtype)
         is_linked = graph.requires_grad
         entry = Entry(graph.detach() if is_linked else graph, state, storage, self.entries.home)
-        if is_linked and not entry.is_seen:
+        if is_linked and not entry.depth:
             entry.graph = weakref.ref(graph)
         if stream_of is not None:
             entry.readiness = Readiness(weight.device, stream_of(weight))
@@ -179,9 +180,8 @@ class _Linked(torch.autograd.Function):
 
 
 def _guarded(entry: Entry, weight: Tensor) -> Tensor | None:
-    """Return a kept cast where dispatch modes see it, or have seen it: code of others, that may do anything to it."""
-    depth, entry.is_seen = _mode_depth(), True
-    if depth < entry.depth or entry.version != entry.low._version:
+    """Return a kept cast where dispatch modes see it, or saw it being made: they get aliases of their own."""
+    if _mode_depth() < entry.depth:
         return None
     if _is_grad_enabled() and weight.requires_grad:
         return _Linked.apply(weight, entry.low)  # type: ignore[no-any-return,no-untyped-call]

@@ -25,7 +25,7 @@ def state_of(weight: Tensor) -> tuple[Any, ...]:
 class Entry:
     """One cast, and what must still be true of the weight for it to count."""
 
-    __slots__ = ("depth", "graph", "is_seen", "low", "number", "readiness", "state", "storage", "version")
+    __slots__ = ("depth", "graph", "low", "number", "readiness", "state", "storage", "version")
 
     def __init__(
         self, low: Tensor, state: tuple[Any, ...], storage: torch.UntypedStorage, home: weakref.ref[Entries]
@@ -36,7 +36,6 @@ class Entry:
         self.graph: weakref.ref[Tensor] | None = None
         self.depth = _mode_depth()
         """How many dispatch modes saw the cast being made: what they gave isn't for use outside of them."""
-        self.is_seen = self.depth > 0
         self.readiness: Readiness | None = None
 
 

@@ -18,10 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mpamp
-from mpamp.castcache import PERSISTENT_CACHE, is_weight
+from mpamp.castcache import PERSISTENT_CACHE, REGION_CACHE, is_weight
+from mpamp.oplists import lower_precision_ops
 from mpamp.testing import WeightCastCounter
 
 HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -1211,3 +1213,30 @@ def test_a_step_of_a_flat_parameter_is_seen_by_its_views(x: Tensor) -> None:
         flat.grad = torch.ones(32)
         optimizer.step()
         assert_is_current(x, view)
+
+
+# -- Torch's own ops -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_no_op_that_is_given_kept_casts_returns_one() -> None:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    names = {name.removeprefix("aten::").partition(".")[0] for name in lower_precision_ops()}
+    infos = [info for info in op_db if info.aten_name in names and FULL in info.supported_dtypes("cpu")]
+    calls = 0
+    for info in infos:
+        for sample in info.sample_inputs("cpu", FULL):
+            with torch.no_grad(), region(ops=mpamp.OpTable.named("uniform", "cpu")):
+                args, kwargs = tree_map(_as_weight, ((sample.input, *sample.args), sample.kwargs))
+                found = [t for t in tree_leaves(info.op(*args, **kwargs)) if isinstance(t, Tensor)]
+                kept = [entry.low for entry in REGION_CACHE.entries.values()]
+                assert not any(torch._C._is_alias_of(t, low) for t in found for low in kept), info.name
+                calls += len(kept) > 0
+    assert calls > 100
+
+
+def _as_weight(value: Any) -> Any:
+    is_floating = isinstance(value, Tensor) and value.dtype is FULL
+    return Parameter(value.clone(), requires_grad=False) if is_floating else value
