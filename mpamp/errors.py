@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 __all__ = [
     "BannedOpError",
@@ -62,11 +62,14 @@ class BannedOpError(MpampError, NotImplementedError):
 
 
 class PluginLoadError(MpampError, ImportError):
-    """A plugin for this device was found but could not be loaded; its cause is attached."""
+    """A plugin was found but could not be loaded, or fails when it is asked something; its cause is attached."""
 
 
 class PluginConflictError(MpampError):
     """Two plugins claim the same device, or give one op different policies."""
+
+    plugins: tuple[str, ...] = ()
+    """The plugins whose rules differ, as they are named in messages."""
 
 
 class ScalerSettingError(MpampError, ValueError):
@@ -87,6 +90,35 @@ class Fp16GradientError(MpampError, ValueError):
 
 class GradientOverflowError(MpampError, RuntimeError):
     """The gradients have had an inf or NaN for too many updates in a row."""
+
+
+def shown(error: BaseException) -> str:
+    """Return an error's ``repr``; the name of its class where others' code can't even give that.
+
+    Example:
+        >>> shown(OSError("no driver"))
+        "OSError('no driver')"
+    """
+    return _text(error, repr)
+
+
+def told(error: BaseException) -> str:
+    """Return an error as a traceback ends with it.
+
+    Example:
+        >>> told(OSError("no driver"))
+        'OSError: no driver'
+    """
+    return f"{type(error).__name__}: {_text(error, str)}"
+
+
+def _text(error: BaseException, form: Callable[[BaseException], str]) -> str:
+    try:
+        return form(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return type(error).__qualname__
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from . import scope as _scope
 from .carrying import serve_autograd
 from .codegen import Nowhere, build
 from .eligibility import find_overload, overload_name
+from .locks import LOCK
 from .marks import marks_in_use
 from .oplists import load_table, table_names
 from .optable import OpTable, Row
@@ -28,7 +28,7 @@ from .registry import DeviceState
 from .threads import serve_data_parallel
 from .writes import watch_writes
 
-__all__ = ["install", "installed", "tag_compiler_caches", "tidy", "withdraw"]
+__all__ = ["install", "installed", "mark_tag_stale", "tag_compiler_caches", "tidy", "withdraw"]
 
 _CACHELESS = {
     "aten::scaled_dot_product_attention",
@@ -41,7 +41,6 @@ _SAME_AS_TORCH = {CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP3
 _LEFT_TO_TORCH = {*_SAME_AS_TORCH, CastPolicy.LOWER_PRECISION_FP, CastPolicy.PROMOTE}
 """Policies that our kernel may leave to torch's, call by call; its ban is of float32 arguments too."""
 
-_lock = threading.RLock()
 _installed: dict[str, dict[str, torch.library.Library]] = {}
 _overridden: dict[str, set[str]] = {}
 """Of those, the overloads that have a kernel of torch's, or a vendor's, under ours."""
@@ -93,12 +92,12 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> None:
 
     Where a module that registers Autocast kernels of its own has been imported since, ours go on top again.
     """
-    with _lock:
+    device.prepare()
+    with LOCK:
         _prepare_once()
         if device.type in _installed and device.see_modules():
             _reinstall(device)
         if device.type not in _installed:
-            device.backend.prepare()
             _installed[device.type], _overridden[device.type] = {}, set()
             _add_fallthrough(device)
         if (device.type, table, dtype) not in _planned:
@@ -106,7 +105,10 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> None:
                 if op not in _installed[device.type]:
                     _install_one(device, op)
             _planned.add((device.type, table, dtype))
+            mark_tag_stale()
+        if not _tag.is_fresh:
             tag_compiler_caches()
+            _tag.is_fresh = True
 
 
 @functools.cache
@@ -125,7 +127,7 @@ def _reinstall(device: DeviceState) -> None:
 
 def withdraw(device: DeviceState, ops: Iterable[str] | None = None) -> None:
     """Take our kernels for a device out of the dispatcher; torch's own run again."""
-    with _lock:
+    with LOCK:
         libraries = _installed.get(device.type, {})
         for op in list(libraries) if ops is None else list(ops):
             libraries.pop(op)._destroy()
@@ -189,6 +191,18 @@ def _add_fallthrough(device: DeviceState) -> None:
         library = torch.library.Library("_", "IMPL")
         library.fallback(torch.library.fallthrough_kernel, device.key_name)
         _installed[device.type][_FALLTHROUGH] = library
+
+
+class _Tag:
+    is_fresh = False
+
+
+_tag = _Tag()
+
+
+def mark_tag_stale() -> None:
+    """Have the compiler's caches be tagged anew at the next region: the tables in use have changed."""
+    _tag.is_fresh = False
 
 
 def tag_compiler_caches() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 import warnings
 import weakref
 from collections import deque
@@ -25,6 +24,7 @@ import torch
 from torch._C import DispatchKey
 
 from .errors import MpampWarning, OpTableError, RegionError
+from .locks import LOCK
 from .optable import OpTable
 
 __all__ = [
@@ -91,7 +91,6 @@ def autocast_key(name: str) -> DispatchKey:
 
 _CANDIDATES = ("ipu", "maia", "mtia", "hpu", "xla", "mps")
 _COUNT = 3
-_lock = threading.RLock()
 _retired: set[str] = set()
 _warned: list[str] = []
 
@@ -124,13 +123,15 @@ def retire_carrier(device_type: str) -> None:
 
     Code compiled so far is compiled anew; threads that are in a region now keep the mark that they have.
     """
-    with _lock:
+    with LOCK:
         if device_type not in _CANDIDATES or device_type in _retired:
             return
         _retired.add(device_type)
-        if device_type in CARRIERS.names:
+        is_carrier = device_type in CARRIERS.names
+        if is_carrier:
             CARRIERS.choose()
-            forget_compiled_code()
+    if is_carrier:
+        forget_compiled_code()
 
 
 # -- Encoding ----------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def compose_mark(outer: Mark, device_type: str, table: OpTable | None, *, is_com
     wanted = frozenset(kept if table is None else kept | {(device_type, table)})
     if not wanted and not is_compiled:
         return DEFAULT_MARK
-    with _lock:
+    with LOCK:
         if not CARRIERS.names:
             raise RegionError(
                 "no device type is left whose autocast state could tell which op table is in force "

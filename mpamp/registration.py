@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -12,9 +11,10 @@ import torch
 
 from .errors import OpTableError, nearest
 from .functions import casting
+from .locks import turn
 from .optable import OpTable
 from .policy import CastPolicy
-from .registry import get_backend, registered_rules, set_registered_rules
+from .registry import get_backend, register_rules, unregister_rules
 
 __all__ = [
     "register",
@@ -28,8 +28,6 @@ __all__ = [
     "unregister_op",
     "unregister_promote_function",
 ]
-
-_lock = threading.RLock()
 
 
 def register_lower_precision_function(module: Any, name: str) -> None:
@@ -108,7 +106,7 @@ def register(owner: Any, name: str, policy: CastPolicy) -> None:
     Raises:
         ValueError, TypeError: As those.
     """
-    with _lock:
+    with turn():
         present = _registration(owner, name)
         if present is not None and present.policy is policy:
             return
@@ -127,7 +125,7 @@ def unregister(owner: Any, name: str, policy: CastPolicy) -> None:
     Raises:
         ValueError: As ``unregister_lower_precision_function``.
     """
-    with _lock:
+    with turn():
         present = _registration(owner, name)
         if present is None or present.policy is not policy:
             how = "" if present is None else f" but as {present.policy}"
@@ -210,10 +208,9 @@ def register_op(op: Any, policy: Any, device: str | torch.device | None = None) 
         >>> get_op_table("cpu").policy("gelu") is None
         True
     """
-    rows = dict(OpTable({_op_name(op): policy}, source="registered"))
+    rows = OpTable({_op_name(op): policy}, source="registered")
     device_type = _device_type(device)
-    with _lock:
-        set_registered_rules(device_type, {**registered_rules(device_type), **rows})
+    register_rules(device_type, rows)
 
 
 def unregister_op(op: Any, device: str | torch.device | None = None) -> None:
@@ -224,13 +221,8 @@ def unregister_op(op: Any, device: str | torch.device | None = None) -> None:
         OpTableError: It isn't registered.
     """
     name, device_type = _op_name(op), _device_type(device)
-    overloads = OpTable({name: CastPolicy.FALLTHROUGH})
-    with _lock:
-        rules = registered_rules(device_type)
-        kept = {o: row for o, row in rules.items() if o not in overloads}
-        if len(kept) == len(rules):
-            raise OpTableError(f"{name} isn't registered for {device_type or 'every device'}.")
-        set_registered_rules(device_type, kept)
+    if not unregister_rules(device_type, list(OpTable({name: CastPolicy.FALLTHROUGH}))):
+        raise OpTableError(f"{name} isn't registered for {device_type or 'every device'}.")
 
 
 def _op_name(op: Any) -> str:

@@ -1,9 +1,9 @@
-"""The devices of this process: each one's backend, its table now, and who may change it."""
+"""The devices of this process: found when they are first asked for, and who may change their rules."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
-import itertools
 import sys
 import threading
 from collections.abc import Mapping
@@ -12,134 +12,15 @@ from typing import Any
 import torch
 
 from .backends.base import Backend
-from .eligibility import find_overload
-from .errors import OpTableError, PluginConflictError
-from .marks import autocast_key, forget_compiled_code, retire_carrier
-from .optable import ANY_DEVICE, OpTable, Row
+from .devicestate import DeviceState
+from .errors import PluginConflictError
+from .locks import LOCK, turn
+from .marks import forget_compiled_code as reset_compiler
+from .marks import retire_carrier
+from .optable import OpTable, Row
 from .scope import DEVICES
 
 __all__ = ["DeviceState", "device_state", "get_backend", "get_op_table", "set_op_rules"]
-
-
-_versions = itertools.count(1)
-
-
-class DeviceState:
-    """One device type in this process: its backend, its Autocast key and its tables."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend: Backend
-        self.type = backend.device_type
-        self.key = autocast_key(backend.autocast_key)
-        self.key_name = backend.autocast_key
-        self.index = -1
-        """The device's place in each thread's list of scopes, once it is in use."""
-        self.version = 0
-        """Goes up after each change of the default table or the kernels: what was read before it may be of before."""
-        self.unseen_modules = backend.watched_modules
-        """Modules that would put Autocast kernels on top of ours when imported, and haven't been yet."""
-        self.has_vendor_kernels = False
-        """Whether the kernels under ours may be another's than torch's, with policies of their own."""
-        self.see_modules()
-        self.user_rules: dict[str, Row] = {}
-        self.rules_of_plugins: dict[str, Row] = {}
-        self.base: OpTable
-        """The backend's table, and rows without a policy for kernels that it doesn't know."""
-        self.table: OpTable
-        self.ask(backend)
-
-    def ask(self, backend: Backend) -> None:
-        """Go by what a backend says from now on.
-
-        Raises:
-            TypeError: One of its dtypes isn't one.
-        """
-        for dtype in (backend.default_dtype, *backend.lower_precision_dtypes):
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"a dtype of {backend!r} is {dtype!r}, not a torch.dtype.")
-        table = backend.op_table()
-        rows = {**table, **_unlisted(self.key_name, table)}
-        self.backend, self.base = backend, OpTable.from_rows(rows, name=table.name, device=self.type)
-        self._apply()
-
-    def see_modules(self) -> list[str]:
-        """Return the watched modules that were imported since the last call."""
-        seen = [m for m in self.unseen_modules if _is_imported(m)]
-        self.has_vendor_kernels = self.has_vendor_kernels or bool(seen)
-        self.unseen_modules = tuple(m for m in self.unseen_modules if m not in seen)
-        return seen
-
-    def is_being_overtaken(self) -> bool:
-        """Tell whether a watched module is being imported, or has been since they were last looked at."""
-        return any(m in sys.modules for m in self.unseen_modules)
-
-    def invalidate(self) -> None:
-        """Have every region of the device ask again, before it is next entered, what it needs."""
-        self.version = next(_versions)
-
-    def _apply(self) -> None:
-        table = self.base
-        registered = {**_registered.get(None, {}), **_registered.get(self.type, {})}
-        layers = ((self.rules_of_plugins, "plugins"), (registered, "registered"), (self.user_rules, "user"))
-        for rows, name in layers:
-            if rows:
-                extra = OpTable.from_rows(rows, name=name, device=self.type)
-                table = table.override(extra, name=f"{table.name}+{name}")
-        self.table = table
-        self.invalidate()
-
-    def set_rules(self, rules: dict[str, Row]) -> None:
-        """Replace the user's process-wide rules."""
-        self.user_rules = rules
-        self._apply()
-        _forget_compiled_code()
-
-    def add_plugin_rules(self, rules: Mapping[str, OpTable]) -> None:
-        """Merge the rules that plugins bring, by plugin name.
-
-        Raises:
-            PluginConflictError: Two plugins give one op different policies.
-        """
-        merged: dict[str, Row] = {}
-        for plugin, table in rules.items():
-            for op, row in table.items():
-                other = merged.get(op)
-                decided = dict(() if other is None else other.by_dtype)
-                if other is not None and any(
-                    decided.get(dtype, policy) is not policy for dtype, policy in row.by_dtype
-                ):
-                    raise PluginConflictError(
-                        f"{op} on {self.type}: {other.source} says {other}, {plugin} says {row}. "
-                        "Uninstall or block one of them (MPAMP_DISABLE_PLUGINS)."
-                    )
-                merged[op] = Row(row.policy, row.by_dtype, plugin).over(other)
-        self.rules_of_plugins = merged
-        self._apply()
-
-    def table_for(self, ops: Mapping[str, Any] | OpTable) -> OpTable:
-        """Return the table of a region with these ``ops=``.
-
-        Raises:
-            OpTableError: A table for another device, or a rule that is wrong.
-        """
-        if isinstance(ops, OpTable):
-            if ops.device not in (ANY_DEVICE, self.type):
-                raise OpTableError(f"table {ops.name!r} is for device {ops.device!r}, the region for {self.type!r}.")
-            return ops
-        if not isinstance(ops, Mapping):
-            raise OpTableError(f"ops= takes a mapping from op to policy, or an OpTable; got {type(ops).__name__}.")
-        return self.table.override(ops, source="region")
-
-
-def _unlisted(key_name: str, table: OpTable) -> dict[str, Row]:
-    """Return a row without a policy for each kernel that torch, or a vendor, has and the table doesn't know."""
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(key_name)
-    return {n: Row(None, (), "torch") for n in names if n not in table and find_overload(n) is not None}
-
-
-def _is_imported(name: str) -> bool:
-    module = sys.modules.get(name)
-    return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
 class _ImportWatcher(importlib.abc.MetaPathFinder):
@@ -152,9 +33,10 @@ class _ImportWatcher(importlib.abc.MetaPathFinder):
 
 
 _devices: dict[str, DeviceState] = {}
+_asking: dict[tuple[str, int], DeviceState] = {}
+"""Devices whose plugins are being asked for rules, by type and thread."""
 _registered: dict[str | None, dict[str, Row]] = {}
 """Rules that single ops were registered with, by device type; None holds for every device, later ones too."""
-_lock = threading.RLock()
 
 
 def device_state(device_type: str) -> DeviceState:
@@ -162,31 +44,94 @@ def device_state(device_type: str) -> DeviceState:
 
     Raises:
         UnknownDeviceError: No backend covers it.
-        PluginLoadError: Its plugin can't be loaded, or its backend fails when it is asked for its table.
+        PluginLoadError: Its plugin can't be loaded, or its backend fails when it is asked about itself.
+        PluginConflictError: Two plugins bring it, or give one of its ops different policies.
     """
     found = _devices.get(device_type)
     if found is not None:
+        if found.missing_plugins:
+            settle(found)
         return found
+    with turn():
+        asking = _asking.get((device_type, threading.get_ident()))
+        if asking is not None:
+            return asking
+        if device_type not in _devices:
+            try:
+                _ask_for(device_type)
+            except PluginConflictError as conflict:
+                importlib.import_module("mpamp.plugins.manager").manager().in_conflict(conflict)
+                raise
+    retire_carrier(device_type)  # resets the compiler, which may be waiting for its turn
+    return _devices[device_type]
+
+
+def _ask_for(device_type: str) -> None:
+    """Ask for all that is to be known of a device, and put it into use; runs code of plugins."""
     from .plugins.manager import manager
 
-    with _lock:
-        if device_type not in _devices:
-            backend = manager().backend(device_type)
-            try:
-                state = DeviceState(backend)
-            except Exception as error:
-                manager().refuse(device_type, error)
+    importlib.import_module("mpamp.kernels")  # a fork during a later import would leave the module locked in the child
+    state = _place(_state_of(manager().backend(device_type)))
+    key = (device_type, threading.get_ident())
+    _asking[key] = state  # for hooks that use the device themselves
+    try:
+        state.add_plugin_rules(manager().op_rules(state.type, _dtypes(state)))
+    finally:
+        del _asking[key]
+    _devices[device_type] = state
+    if state.unseen_modules and not any(isinstance(f, _ImportWatcher) for f in sys.meta_path):
+        sys.meta_path.insert(0, _ImportWatcher())
+
+
+def _place(state: DeviceState) -> DeviceState:
+    """Give a device its place among all; return the state that a plugin, or another thread, has put there meanwhile."""
+    with LOCK:
+        if state.type in _devices:
+            return _devices[state.type]
+        earlier = next((device for device in DEVICES if device.type == state.type), None)
+        state.index = len(DEVICES) if earlier is None else earlier.index
+        DEVICES[state.index : state.index + 1] = [state]
+        state.register({**_registered.get(None, {}), **_registered.get(state.type, {})})
+        return state
+
+
+def _state_of(backend: Backend) -> DeviceState:
+    """Ask a backend about itself; where a plugin's fails that replaces mpamp's own, that one."""
+    from .plugins.guard import interview
+    from .plugins.manager import manager
+
+    missing = manager().pending()
+    while True:
+        asked = manager().asked(backend)
+        try:
+            if asked is not backend:
+                interview(asked)
+            state = DeviceState(asked)
+        except Exception as error:
+            own = manager().refuse(backend.device_type, error)
+            if own is None:
                 raise
-            retire_carrier(device_type)
-            rules = manager().op_rules(state.type, state.backend.lower_precision_dtypes)
-            if rules:
-                state.add_plugin_rules(rules)
-            if state.unseen_modules and not any(isinstance(f, _ImportWatcher) for f in sys.meta_path):
-                sys.meta_path.insert(0, _ImportWatcher())
-            state.index = len(DEVICES)  # not before: a plugin's hooks may have asked for other devices
-            DEVICES.append(state)
-            _devices[device_type] = state
-    return _devices[device_type]
+            backend = own
+        else:
+            state.own_backend, state.missing_plugins = backend, missing
+            return state
+
+
+def _dtypes(state: DeviceState) -> list[torch.dtype]:
+    """Return the dtypes that the device's regions run in."""
+    return list(dict.fromkeys((*state.backend.lower_precision_dtypes, torch.float32)))
+
+
+def settle(state: DeviceState) -> None:
+    """Ask the plugins that were being imported when a device was first asked for, and aren't any more, for rules."""
+    from .plugins.manager import manager
+
+    with turn():
+        manager().load_packs()
+        loaded = set(state.missing_plugins) - set(manager().pending())
+        if loaded:
+            state.missing_plugins = [p for p in state.missing_plugins if p not in loaded]
+            state.add_plugin_rules(manager().op_rules(state.type, _dtypes(state), only=loaded))
 
 
 def devices_in_use() -> list[DeviceState]:
@@ -204,7 +149,7 @@ def get_backend(device: str | torch.device) -> Backend:
         >>> get_backend("xpu").default_dtype
         torch.bfloat16
     """
-    return device_state(_type_of(device)).backend
+    return device_state(_type_of(device)).own_backend
 
 
 def get_op_table(device: str | torch.device, name: str | None = None) -> OpTable:
@@ -240,31 +185,44 @@ def set_op_rules(device: str | torch.device, rules: Mapping[str, Any] | OpTable 
         rows = dict(state.table_for(rules))
     else:
         rows = dict(OpTable(rules, device=state.type, source="user"))
-    with _lock:
-        state.set_rules(rows)
+    state.set_rules(rows)
+    forget_compiled_code()
     return state.table
 
 
-def registered_rules(device_type: str | None) -> dict[str, Row]:
-    """Return the rules that single ops were registered with for one device type, or for all."""
-    return dict(_registered.get(device_type, {}))
-
-
-def set_registered_rules(device_type: str | None, rules: dict[str, Row]) -> None:
-    """Replace them."""
-    with _lock:
-        _registered[device_type] = rules
+def register_rules(device_type: str | None, rules: Mapping[str, Row]) -> None:
+    """Add rules of single ops for one device type, or for all; a device's own go on top of those for all."""
+    with LOCK:
+        _registered.setdefault(device_type, {}).update(rules)
         for state in devices_in_use():
             if device_type in (None, state.type):
-                state.set_rules(state.user_rules)
+                own = _registered.get(state.type, {}) if device_type is None else {}
+                state.register({op: own.get(op, row) for op, row in rules.items()})
+    forget_compiled_code()
+
+
+def unregister_rules(device_type: str | None, ops: list[str]) -> int:
+    """Take rules of single ops back; return how many there were."""
+    with LOCK:
+        rules = _registered.get(device_type, {})
+        gone = [op for op in ops if rules.pop(op, None) is not None]
+        for state in devices_in_use():
+            if device_type in (None, state.type):
+                layers = (_registered.get(None, {}), _registered.get(state.type, {}))
+                left = {op: layer[op] for layer in layers for op in gone if op in layer}
+                state.register(left, gone)
+    if gone:
+        forget_compiled_code()
+    return len(gone)
+
+
+def forget_compiled_code() -> None:
+    """Have code that was compiled under other rules be compiled anew. Takes locks of torch: not for holders of ours."""
+    from .kernels import mark_tag_stale
+
+    reset_compiler()
+    mark_tag_stale()
 
 
 def _type_of(device: str | torch.device) -> str:
     return device.type if isinstance(device, torch.device) else str(device).partition(":")[0]
-
-
-def _forget_compiled_code() -> None:
-    forget_compiled_code()
-    from .kernels import tag_compiler_caches
-
-    tag_compiler_caches()

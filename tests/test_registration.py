@@ -273,10 +273,10 @@ def library() -> Iterator[Any]:
 @pytest.fixture
 def clean() -> Iterator[None]:
     yield
-    from mpamp.registry import _registered, set_registered_rules
+    from mpamp.registry import _registered, unregister_rules
 
-    for device_type in list(_registered):
-        set_registered_rules(device_type, {})
+    for device_type, rules in list(_registered.items()):
+        unregister_rules(device_type, list(rules))
     mpamp.set_op_rules("cpu", None)
 
 

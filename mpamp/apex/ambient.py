@@ -18,6 +18,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..autocast import Region, autocast
+from ..locks import turn
 from ..scope import THREAD
 from .blocks import LOCAL, PROCESS, ThreadPart, casts_off, casts_on, threads
 from .errors import AmpUsageError
@@ -27,7 +28,6 @@ __all__ = ["install", "installed", "now", "put_back", "withdraw"]
 
 Installed = tuple[Sequence[Region], Callable[[Patches], None]]
 
-_lock = threading.RLock()
 _patches = Patches()
 
 
@@ -40,7 +40,7 @@ def install(regions: Sequence[Region], patch: Callable[[Patches], None]) -> None
         regions: One for each device type.
         patch: Makes patches of its own.
     """
-    with _lock:
+    with turn():
         before = now()
         withdraw()
         PROCESS.generation += 1
@@ -81,7 +81,7 @@ def withdraw() -> None:
     Raises:
         AmpUsageError: In a block with casts off, which only its own end can close.
     """
-    with _lock:
+    with turn():
         if LOCAL.thread.off:
             raise AmpUsageError("amp can't be shut down or initialized anew inside disable_casts or optimizer.step.")
         _refuse_inside_a_region(LOCAL.thread)
@@ -126,7 +126,7 @@ def _synchronize(thread: ThreadPart) -> None:
 def _before_module(module: Any, args: Any) -> None:
     thread = LOCAL.thread
     if thread.generation != PROCESS.generation and not thread.off and _is_on_top(thread):
-        with _lock:
+        with turn():
             _synchronize(thread)
             _drop_hook()
 
@@ -154,7 +154,7 @@ def _starting(start: Any) -> Any:
 
 def _run(run: Callable[[], None], off: bool) -> None:
     thread = LOCAL.thread
-    with _lock:
+    with turn():
         _synchronize(thread)
     try:
         with casts_off() if off else contextlib.nullcontext():
@@ -163,7 +163,7 @@ def _run(run: Callable[[], None], off: bool) -> None:
         for region in reversed(thread.regions):
             region.__exit__(None, None, None)
         thread.regions = ()
-        with _lock:
+        with turn():
             _drop_hook()
 
 

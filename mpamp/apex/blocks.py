@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..autocast import Region
+from ..locks import LOCK
 
 __all__ = [
     "LOCAL",
@@ -40,18 +41,17 @@ class ThreadPart:
 class _Local(threading.local):
     def __init__(self) -> None:
         self.thread = ThreadPart()
-        with _lock:
+        with LOCK:
             _threads.add(self.thread)
 
 
 _threads: weakref.WeakSet[ThreadPart] = weakref.WeakSet()
-_lock = threading.Lock()
 LOCAL = _Local()
 
 
 def threads() -> list[ThreadPart]:
     """Return the part of every thread that is alive and has one."""
-    with _lock:
+    with LOCK:
         return list(_threads)
 
 

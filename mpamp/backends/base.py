@@ -81,7 +81,10 @@ class Backend:
 
         Where one for gradient scaling is missing, ordinary ops do its work.
         """
-        key = torch._C._dispatch_key_for_device(self.device_type)
+        try:
+            key = torch._C._dispatch_key_for_device(self.device_type)
+        except RuntimeError:  # torch doesn't know the device yet
+            return False
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op, key))
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:

@@ -37,18 +37,25 @@ class _Commands(click.Group):
         """Load the plugins and take in their commands, once; say which plugins fail."""
         if self.owners is not None:
             return
-        self.owners = dict.fromkeys(self.commands, "mpamp")
         with errors_as_exits(), quietly():
             load_all()
-            for plugin, add_commands in manager().implementations("mpamp_cli"):
-                theirs = click.Group()
-                try:
-                    add_commands(app=theirs)
-                    self._take_in(plugin, theirs.commands)
-                except Exception as error:
-                    manager().leave_out(plugin, "commands", error)
+            self.take_in_plugins()
         for line in plugins_left_out():
             click.echo(f"Warning: {line}", err=True)
+
+    def take_in_plugins(self) -> None:
+        """Take in the commands of the plugins that are loaded; all of a plugin, or none.
+
+        Raises:
+            PluginLoadError: A plugin fails, and MPAMP_STRICT_PLUGINS is 1.
+        """
+        self.owners = self.owners or dict.fromkeys(self.commands, "mpamp")
+        for plugin, add_commands in manager().implementations("mpamp_cli"):
+            if plugin not in self.owners.values():
+                with manager().leaving_out(plugin, "mpamp_cli", "commands"):
+                    theirs = click.Group()
+                    add_commands(app=theirs)
+                    self._take_in(plugin, theirs.commands)
 
     def _take_in(self, plugin: str, commands: Mapping[str, click.Command]) -> None:
         """Add all commands of a plugin, or none."""

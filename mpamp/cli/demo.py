@@ -13,6 +13,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 import mpamp
+from mpamp.errors import PluginConflictError, PluginLoadError
+from mpamp.registry import device_state
 
 if TYPE_CHECKING:
     from mpamp.cli.demo_training import TrainingRun
@@ -54,7 +56,7 @@ def demo(device_name: str | None, dtype_name: str | None, epochs: int, out: Path
     device = _device(device_name)
     dtype = _lower_precision_dtype(device, dtype_name)
     console = Console()
-    if mpamp.get_backend(device.type).is_emulated(dtype):
+    if device_state(device.type).backend.is_emulated(dtype):
         console.print(
             f"This {device.type} has no units for {_name(dtype)}: lower precision is emulated, "
             "and the mixed-precision run will be slower than float32.",
@@ -78,13 +80,16 @@ def _device(name: str | None) -> torch.device:
     if name is None:
         return _best_device()
     try:
-        backend = mpamp.get_backend(name.partition(":")[0])
+        backend = device_state(name.partition(":")[0]).backend
         device = torch.device(name)
+        is_here = backend.is_available()
+    except (PluginConflictError, PluginLoadError) as error:
+        raise click.ClickException(str(error)) from error
     except mpamp.MpampError as error:
         raise click.BadParameter(str(error), param_hint="--device") from error
     except RuntimeError as error:
         raise click.BadParameter(f"{name!r} is not a device: {error}", param_hint="--device") from error
-    if not backend.is_available():
+    if not is_here:
         raise click.BadParameter(f"there is no {device.type} device on this machine", param_hint="--device")
     count = torch.get_device_module(device).device_count()
     if (device.index or 0) >= count:
@@ -99,7 +104,7 @@ def _best_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         try:
-            mpamp.get_backend(accelerator.type)
+            device_state(accelerator.type)
         except mpamp.MpampError:
             pass
         else:
@@ -108,7 +113,7 @@ def _best_device() -> torch.device:
 
 
 def _lower_precision_dtype(device: torch.device, name: str | None) -> torch.dtype:
-    backend = mpamp.get_backend(device.type)
+    backend = device_state(device.type).backend
     if name is None:
         return backend.default_dtype
     allowed = {_name(dtype): dtype for dtype in backend.lower_precision_dtypes}

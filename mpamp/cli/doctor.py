@@ -11,11 +11,11 @@ import torch
 import mpamp
 from mpamp.backends.base import Backend
 from mpamp.cli.output import PROBLEM, dtype_name, print_json, print_table
-from mpamp.cli.plugins import load_all, plugins_left_out, record
-from mpamp.errors import MpampError
+from mpamp.cli.plugins import examine_all, plugins_left_out, record
+from mpamp.errors import MpampError, shown
 from mpamp.kernels import needs_kernel
 from mpamp.plugins.manager import manager
-from mpamp.registry import device_state
+from mpamp.registry import DeviceState, device_state
 
 __all__ = ["doctor"]
 
@@ -37,7 +37,7 @@ def doctor(as_json: bool) -> None:
 
 
 def _examine() -> dict[str, Any]:
-    problems = load_all()
+    problems = examine_all()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     names = [n for n in manager().known_devices() if n not in problems]
     if accelerator is not None and accelerator.type not in (*names, *problems):
@@ -49,9 +49,11 @@ def _examine() -> dict[str, Any]:
     devices = []
     for name in names:
         try:
-            devices.append(_device(mpamp.get_backend(name)))
-        except Exception as error:  # a plugin's backend may raise anything
-            problems[name] = f"its backend can't say what it is: {error!r}"
+            devices.append(_device(device_state(name)))
+        except MpampError as error:
+            problems[name] = str(error)
+        except Exception as error:  # so may the vendor's module in torch
+            problems[name] = f"torch.{name} can't say what is here: {shown(error)}"
     plugins = [record(info) for info in manager().listing()]
     told = [f"{device}: {problem}" for device, problem in problems.items()]
     told += plugins_left_out(but=problems)
@@ -69,7 +71,8 @@ def _examine() -> dict[str, Any]:
     }
 
 
-def _device(backend: Backend) -> dict[str, Any]:
+def _device(device: DeviceState) -> dict[str, Any]:
+    backend, own = device.backend, type(device.own_backend)
     is_available = backend.is_available()
     dtypes = {dtype_name(d): _support(backend, d) if is_available else "absent" for d in backend.lower_precision_dtypes}
     return {
@@ -77,7 +80,7 @@ def _device(backend: Backend) -> dict[str, Any]:
         "available": is_available,
         "count": _count(backend.device_type) if is_available else 0,
         "name": _name(backend.device_type) if is_available else None,
-        "backend": f"{type(backend).__module__}.{type(backend).__qualname__}",
+        "backend": f"{own.__module__}.{own.__qualname__}",
         "default_dtype": dtype_name(backend.default_dtype),
         "dtypes": dtypes,
     }

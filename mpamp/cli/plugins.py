@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from mpamp.cli.output import PROBLEM, print_json, print_table, quietly
-from mpamp.errors import MpampError
+from mpamp.errors import MpampError, told
 from mpamp.plugins.manager import PluginInfo, manager
 from mpamp.registry import get_backend
 
-__all__ = ["load_all", "plugins", "plugins_left_out", "record"]
+__all__ = ["examine_all", "load_all", "plugins", "plugins_left_out", "record"]
 
 FAULTY = ("failed", "conflict")
 
@@ -25,7 +25,7 @@ def plugins(as_json: bool) -> None:
     A status is loaded, blocked (MPAMP_DISABLE_PLUGINS, MPAMP_LOAD_PLUGINS), failed, conflict, or found (it wasn't
     needed). The exit code is 1 if a plugin failed or is in conflict.
     """
-    problems = load_all()
+    problems = examine_all()
     records = [record(info) for info in manager().listing()]
     if as_json:
         print_json({"plugins": records, "problems": list(problems.values())})
@@ -50,6 +50,18 @@ def load_all() -> dict[str, str]:
     return problems
 
 
+def examine_all() -> dict[str, str]:
+    """Load everything that plugins bring, their commands too; return what was wrong, by device type or part."""
+    problems = load_all()
+    command: Any = click.get_current_context().find_root().command
+    with quietly():
+        try:
+            command.take_in_plugins()
+        except MpampError as error:
+            problems["commands"] = str(error)
+    return problems
+
+
 def plugins_left_out(*, but: Container[str] = ()) -> list[str]:
     """Return a line for each plugin that failed or is in conflict, but those of some names."""
     faulty = [p for p in map(record, manager().listing()) if p["status"] in FAULTY and p["name"] not in but]
@@ -65,5 +77,5 @@ def record(info: PluginInfo) -> dict[str, Any]:
         "version": info.version,
         "module": info.module,
         "status": info.status,
-        "error": None if error is None else f"{type(error).__name__}: {error}",
+        "error": None if error is None else told(error),
     }

@@ -16,8 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 import mpamp
 from mpamp.apex import install
+from mpamp.errors import PluginConflictError, PluginLoadError
+from mpamp.registry import device_state
 
 __all__ = ["run"]
+
+INTERRUPTED = 130
+"""The exit code of a process that Ctrl-C ended."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -35,19 +40,27 @@ def run(device_name: str | None, script: Path, arguments: tuple[str, ...]) -> No
     install()
     sys.argv = [str(script), *arguments]
     sys.path[0:0] = [str(script.resolve().parent)]
-    with redirection:
-        runpy.run_path(str(script), run_name="__main__")
+    try:
+        with redirection:
+            runpy.run_path(str(script), run_name="__main__")
+    except (EOFError, OSError, KeyboardInterrupt, click.ClickException, click.Abort, click.exceptions.Exit) as error:
+        # click takes these for its own, and hides them: end as Python does.
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _redirection(name: str | None) -> AbstractContextManager[Any]:
     if name is None:
         return nullcontext()
     try:
-        backend = mpamp.get_backend(name)  # torch may know the device only once its plugin is loaded
+        backend = device_state(name.partition(":")[0]).backend  # before torch is asked: the plugin may bring it
         device = torch.device(name)
+        is_here = backend.is_available()
+    except (PluginConflictError, PluginLoadError) as error:
+        raise click.ClickException(str(error)) from error
     except (RuntimeError, mpamp.MpampError) as error:
         raise click.BadParameter(str(error), param_hint="--device") from error
-    if not backend.is_available():
+    if not is_here:
         raise click.BadParameter(f"there is no {device.type} device on this machine", param_hint="--device")
     return _Redirect(device)
 
@@ -79,6 +92,6 @@ class _Redirect(TorchFunctionMode):
 def _is_absent(name: str) -> bool:
     """Tell whether this is the name of a device type that has AMP, and of which this machine has none."""
     try:
-        return torch.amp.is_autocast_available(name) and not mpamp.get_backend(name).is_available()
+        return torch.amp.is_autocast_available(name) and not device_state(name).backend.is_available()
     except (RuntimeError, mpamp.MpampError):
         return False

@@ -1,14 +1,19 @@
-"""Finds, loads, quarantines and lists plugins. In-tree backends go through the same hooks as a third party's."""
+"""Loads, quarantines and lists plugins. In-tree backends go through the same hooks as a third party's.
+
+Whatever a plugin raises, ``SystemExit`` and a ``BaseException`` of its own too, is named and leaves that plugin out,
+or the hook of it that raised; only ``KeyboardInterrupt`` goes through, for it is the user's.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-import importlib.metadata
+import inspect
 import os
+import sys
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, cast
 
@@ -16,46 +21,49 @@ import pluggy
 import torch
 
 from ..backends.base import Backend, TorchNativeBackend
-from ..errors import MpampWarning, PluginConflictError, PluginLoadError, UnknownDeviceError, nearest
+from ..errors import MpampError, MpampWarning, PluginConflictError, PluginLoadError, UnknownDeviceError, nearest, shown
+from ..locks import turn
 from ..optable import OpTable
+from . import found as _found
 from . import hookspecs
+from .found import GROUP, EntryPoint, PluginInfo
+from .guard import guarded
+from .leftovers import no_region_left
 
 __all__ = ["PluginInfo", "PluginManager", "is_device_type", "manager"]
 
-GROUP = "mpamp"
 BUILTIN = {name: f"mpamp.backends.{name}" for name in ("cpu", "cuda", "xpu")}
-PACK_PREFIX = "ops."
-"""Entry points named ``ops.<anything>`` bring rules only, and are loaded at the first region of any device."""
+HOOKS = [name for name in vars(hookspecs) if name.startswith("mpamp_")]
 
 
-@dataclass(slots=True)
-class PluginInfo:
-    """One plugin: where it comes from and what became of it."""
+class _Hooks(pluggy.PluginManager):
+    """Takes a function that has a hook's name for one that is marked as such."""
 
-    name: str
-    distribution: str
-    version: str
-    module: str
-    status: str = "found"
-    error: BaseException | None = None
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
+        options = super().parse_hookimpl_opts(plugin, name)
+        if options is None and name in HOOKS:
+            function = getattr(plugin, name)
+            is_ours = hasattr(function, f"{hookspecs.PROJECT}_spec")
+            return {} if inspect.isroutine(function) and not is_ours else None
+        if options is not None and (options.get("wrapper") or options.get("hookwrapper")):
+            raise TypeError(f"{name} is a hook wrapper: mpamp calls each plugin's hooks by themselves.")
+        return options
 
 
 class PluginManager:
     """The plugins of this process, each loaded when its device is first asked for."""
 
-    def __init__(self, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> None:
-        self._pm = pluggy.PluginManager(hookspecs.PROJECT)
+    def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
+        self._pm = _Hooks(hookspecs.PROJECT)
         self._pm.add_hookspecs(hookspecs)
         self._backends: dict[str, tuple[Backend, PluginInfo | None]] = {}
-        self._refused: dict[str, PluginInfo] = {}
-        points = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
-        self._points = list(points)
-        self.infos: dict[int, PluginInfo] = {i: _info(point) for i, point in enumerate(self._points)}
-        blocked, allowed = _names("MPAMP_DISABLE_PLUGINS"), _names("MPAMP_LOAD_PLUGINS")
-        for info in self.infos.values():
-            names = {info.name, info.distribution}
-            if names & blocked or "*" in blocked or (allowed and not names & allowed):
-                info.status = "blocked"
+        self._refused: dict[str, tuple[str, BaseException | None]] = {}
+        self._left_out: set[tuple[str, str]] = set()
+        """Plugins and the hooks of theirs that aren't called any more."""
+        self._points = _found.entry_points() if entry_points is None else list(entry_points)
+        self.infos = _found.find(self._points)
+
+    # -- Backends --------------------------------------------------------------------------------------
 
     def backend(self, device_type: str) -> Backend:
         """Return the backend of a device type, loading what provides it.
@@ -67,28 +75,54 @@ class PluginManager:
         """
         self._load(device_type)
         for info in self.infos.values():
-            if info.name == device_type and isinstance(info.error, PluginConflictError):
+            named = info.claims if info.is_pack else (info.name,)
+            if isinstance(info.error, PluginConflictError) and info.status == "conflict" and device_type in named:
                 raise info.error
         if device_type in self._backends:
             return self._backends[device_type][0]
-        failed = (info for info in self.infos.values() if info.name == device_type and info.error is not None)
-        faulty = self._refused.get(device_type) or next(failed, None)
-        if faulty is not None:
-            raise _load_error(faulty, device_type) from faulty.error
+        if device_type in self._refused:
+            message, cause = self._refused[device_type]
+            raise PluginLoadError(message) from cause
+        for info in self.infos.values():
+            if info.name == device_type and info.error is not None:
+                raise PluginLoadError(_load_error(info, device_type)) from info.error
         return self._native(device_type)
 
-    def refuse(self, device_type: str, error: Exception) -> None:
+    def asked(self, backend: Backend) -> Backend:
+        """Return a backend as mpamp asks it: what a plugin's raises names the plugin, and is kept in its listing."""
+        info = next((i for b, i in self._backends.values() if b is backend), None)
+        if info is None:
+            return backend
+        return guarded(backend, functools.partial(self._note, info, backend.device_type))
+
+    def _note(self, info: PluginInfo, device_type: str, asked: str, error: BaseException) -> str:
+        info.status, info.error = "failed", error
+        return f"{_whose(info, device_type)} failed: its {asked} raised {shown(error)}. {_remedy(info)}"
+
+    def refuse(self, device_type: str, error: BaseException) -> Backend | None:
         """Take back what a plugin brought for a device: its backend failed when it was asked about itself.
 
+        Returns what takes its place: mpamp's own backend, with a warning, where the plugin's stood for it. None if
+        it is mpamp's own that failed.
+
         Raises:
-            PluginLoadError: Always, but for mpamp's own backends.
+            PluginLoadError: Nothing takes its place; or MPAMP_STRICT_PLUGINS is 1.
         """
         _, info = self._backends.get(device_type, (None, None))
-        if info is not None:
+        if info is None:
+            return None
+        del self._backends[device_type]
+        if not isinstance(error, PluginLoadError):  # a guarded one says it already
             info.status, info.error = "failed", error
-            del self._backends[device_type]
-            self._refused[device_type] = info
-            raise _load_error(info, device_type) from error
+        cause = error.__cause__ if isinstance(error, PluginLoadError) else error
+        message = str(error) if isinstance(error, PluginLoadError) else _load_error(info, device_type)
+        if device_type not in BUILTIN:
+            self._refused[device_type] = message, cause
+            raise PluginLoadError(message) from cause
+        self._complain(f"{message} mpamp's own is used.", cause)
+        for own in importlib.import_module(BUILTIN[device_type]).mpamp_backends():
+            self._backends[own.device_type] = (own, None)
+        return self._backends[device_type][0]
 
     def _native(self, device_type: str) -> Backend:
         key = _autocast_key_name(device_type)
@@ -97,62 +131,103 @@ class PluginManager:
             raise UnknownDeviceError(
                 f"unknown device {device_type!r}{nearest(device_type, known)} Known devices: {', '.join(known)}. "
                 f"A plugin brings another: pip install a distribution with an entry point {device_type!r} in the "
-                f"group {GROUP!r}, by convention called mpamp-{device_type}."
+                f"group {GROUP!r}, by convention called mpamp-{device_type}.{self._blocked()}"
             )
         return TorchNativeBackend(device_type, key)
 
+    def _blocked(self) -> str:
+        names = [f"{i.name} of {i.distribution}" for i in self.infos.values() if i.status == "blocked"]
+        variables = [v for v in (_found.DISABLE, _found.LOAD) if os.environ.get(v)]
+        return f" Blocked by {' and '.join(variables)}: {', '.join(names)}." if names else ""
+
     def known_devices(self) -> list[str]:
         """Return the device types that a region can be asked for."""
-        found = {i.name for i in self.infos.values() if i.status != "blocked" and not i.name.startswith(PACK_PREFIX)}
-        return sorted(found | set(BUILTIN) | set(self._backends))
+        named = {i.name for i in self.infos.values() if i.status != "blocked" and not i.is_pack}
+        return sorted(named | set(BUILTIN) | set(self._backends))
+
+    # -- Loading ---------------------------------------------------------------------------------------
 
     def _load(self, device_type: str) -> None:
         for number, point in enumerate(self._points):
             info = self.infos[number]
-            if info.status == "found" and (point.name == device_type or point.name.startswith(PACK_PREFIX)):
+            if info.name != device_type and not info.is_pack:
+                continue
+            if info.status == "found":
                 self._load_point(point, info)
+            elif info.error is not None and info.is_pack and _is_strict():
+                if isinstance(info.error, PluginConflictError):
+                    raise info.error
+                raise _strict_error(info, info.error) from info.error
         if device_type in BUILTIN and not self._pm.has_plugin(BUILTIN[device_type]):
             self._register(importlib.import_module(BUILTIN[device_type]), BUILTIN[device_type], None)
 
-    def _load_point(self, point: importlib.metadata.EntryPoint, info: PluginInfo) -> None:
+    def pending(self) -> list[str]:
+        """Return the plugins whose rules are still to come: they are being imported, here or on another thread."""
+        return [i.key for i in self.infos.values() if i.status == "loading" or (i.status == "found" and i.is_pack)]
+
+    def load_packs(self) -> None:
+        """Load the plugins that any device needs and that aren't yet."""
+        for number, point in enumerate(self._points):
+            if self.infos[number].is_pack and self.infos[number].status == "found":
+                self._load_point(point, self.infos[number])
+
+    def _load_point(self, point: EntryPoint, info: PluginInfo) -> None:
         info.status = "loading"  # it may use mpamp while it is imported
         try:
-            module = point.load()
-            needed = getattr(module, "MPAMP_API_VERSION", hookspecs.API_VERSION)
-            if needed != hookspecs.API_VERSION:
-                raise PluginLoadError(
-                    f"{info.distribution} needs plugin API {needed}, this mpamp speaks {hookspecs.API_VERSION}; "
-                    "install matching versions."
-                )
-            self._register(module, f"{info.distribution}:{info.name}", info)
+            with no_region_left():
+                module = point.load()
+                if _is_partial(info):
+                    info.status = "found"
+                    return
+                self._take_in(module, info)
             info.status = "loaded"
+        except KeyboardInterrupt:
+            info.status = "found"
+            raise
         except PluginConflictError as conflict:
             info.status, info.error = "conflict", conflict
-            raise
-        except (Exception, SystemExit) as error:
+            if info.is_pack:
+                self._complain(f"plugin {info.name!r} of {info.distribution} is left out: {conflict}", conflict)
+        except BaseException as error:
+            if _is_partial(info):  # what the entry point names is not there yet
+                info.status = "found"
+                return
             info.status, info.error = "failed", error
-            if os.environ.get("MPAMP_STRICT_PLUGINS") == "1":
-                raise PluginLoadError(
-                    f"plugin {info.name!r} of {info.distribution} failed to load: {error!r}"
-                ) from error
+            if _is_strict():
+                raise _strict_error(info, error) from error
             warnings.warn(
-                f"plugin {info.name!r} of {info.distribution} {info.version} failed to load and is left out: {error!r}",
+                f"plugin {info.name!r} of {info.distribution} {info.version} failed to load and is left out: "
+                f"{shown(error)}",
                 MpampWarning,
                 stacklevel=2,
             )
+
+    def _take_in(self, module: Any, info: PluginInfo) -> None:
+        needed = getattr(module, "MPAMP_API_VERSION", hookspecs.API_VERSION)
+        if needed != hookspecs.API_VERSION:
+            raise PluginLoadError(
+                f"{info.distribution} needs plugin API {needed}, this mpamp speaks {hookspecs.API_VERSION}; "
+                "install matching versions."
+            )
+        self._register(module, info.key, info)
 
     def _register(self, module: ModuleType | object, name: str, info: PluginInfo | None) -> None:
         try:
             self._pm.register(module, name)
             self._pm.check_pending()
-            bring: Callable[[], list[Backend] | None] = getattr(module, "mpamp_backends", list)
-            backends = list(bring() or [])
+            bring = [function for plugin, function in self.implementations("mpamp_backends") if plugin == name]
+            backends = [backend for function in bring for backend in function() or []]
             for backend in backends:
                 if not isinstance(backend, Backend):
                     raise TypeError(f"mpamp_backends of {name} returned {backend!r}, not a mpamp.Backend")
+                for attribute in ("device_type", "autocast_key"):
+                    if not isinstance(getattr(backend, attribute), str):
+                        raise TypeError(f"{attribute} of {backend!r} is {getattr(backend, attribute)!r}, not a str.")
+            if info is not None:
+                info.claims = tuple(backend.device_type for backend in backends)
             for backend in backends:
                 self._claim(backend, info)
-        except Exception:
+        except BaseException:
             if self._pm.has_plugin(name):
                 self._pm.unregister(name=name)  # none of its other hooks may be called
             self._backends = {d: claim for d, claim in self._backends.items() if info is None or claim[1] is not info}
@@ -171,44 +246,81 @@ class PluginManager:
                 "MPAMP_DISABLE_PLUGINS. A backend that means to replace mpamp's own sets replaces_builtin = True."
             )
 
-    def op_rules(self, device_type: str, dtypes: Iterable[torch.dtype]) -> dict[str, OpTable]:
-        """Return the rules that loaded plugins bring for a device, by plugin name."""
-        found: dict[str, OpTable] = {}
-        for plugin, rules in self.implementations("mpamp_op_rules"):
-            try:
-                by_dtype = {d: rules(device_type=device_type, dtype=d) or {} for d in dtypes}
+    # -- Hooks -----------------------------------------------------------------------------------------
+
+    def op_rules(
+        self, device_type: str, dtypes: Iterable[torch.dtype], only: Container[str] | None = None
+    ) -> dict[str, OpTable]:
+        """Return the rules that loaded plugins, or ``only`` some of them, bring for a device, by plugin name."""
+        asked = self.implementations("mpamp_op_rules")
+        tables: dict[str, OpTable] = {}
+        for plugin, rules in asked if only is None else [pair for pair in asked if pair[0] in only]:
+            with self.leaving_out(plugin, "mpamp_op_rules", f"rules for {device_type}"), no_region_left():
+                by_dtype = {d: _rules(rules(device_type=device_type, dtype=d), d) for d in dtypes}
                 ops = sorted({op for rules_of_one in by_dtype.values() for op in rules_of_one})
                 merged = {op: {d: r[op] for d, r in by_dtype.items() if op in r} for op in ops}
                 table = OpTable(merged, device=device_type, source=plugin)
-            except Exception as error:
-                self.leave_out(plugin, f"rules for {device_type}", error)
-                continue
-            if table:
-                found[plugin] = table
-        return found
+                if table:
+                    tables[plugin] = table
+        return tables
+
+    def first(self, hook: str, kind: type, part: str, **arguments: Any) -> Any:
+        """Return the first result of a hook that isn't None; a plugin whose result isn't of a kind is left out."""
+        for plugin, function in reversed(self.implementations(hook)):
+            with self.leaving_out(plugin, hook, part):
+                result = function(**arguments)
+                if isinstance(result, kind):
+                    return result
+                if result is not None:
+                    wanted = f"{kind.__module__}.{kind.__qualname__}"
+                    raise TypeError(f"{hook} returned {result!r}, not an instance of {wanted}.")
+        return None
+
+    def tell(self, hook: str, part: str, **arguments: Any) -> None:
+        """Call a hook of every plugin; one that raises isn't told again."""
+        for plugin, function in reversed(self.implementations(hook)):
+            with self.leaving_out(plugin, hook, part):
+                function(**arguments)
 
     def implementations(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
         """Return the loaded plugins that implement a hook; what does it takes the hook's arguments, by name."""
         impls: list[pluggy.HookImpl] = getattr(self._pm.hook, hook).get_hookimpls()
-        return [(impl.plugin_name, functools.partial(_call, impl)) for impl in impls]
+        called = [impl for impl in impls if (impl.plugin_name, hook) not in self._left_out]
+        return [(impl.plugin_name, functools.partial(_call, impl)) for impl in called]
 
-    def leave_out(self, plugin: str, part: str, error: Exception) -> None:
-        """Say that a part of a loaded plugin failed, and is left out.
+    @contextlib.contextmanager
+    def leaving_out(self, plugin: str, hook: str, part: str) -> Iterator[None]:
+        """Call a hook of a plugin inside: if it raises, or leaves a region open, it isn't called any more.
 
         Raises:
-            PluginLoadError: MPAMP_STRICT_PLUGINS is 1.
+            PluginLoadError: It did, and MPAMP_STRICT_PLUGINS is 1.
         """
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self.leave_out(plugin, hook, part, error)
+
+    def leave_out(self, plugin: str, hook: str, part: str, error: BaseException) -> None:
+        """Call a hook of a plugin no more, and say so."""
+        self._left_out.add((plugin, hook))
         for info in self.infos.values():
-            if plugin == f"{info.distribution}:{info.name}":
-                info.status, info.error = "failed", error
-        message = f"the {part} of plugin {plugin!r} are left out: {error}"
-        if os.environ.get("MPAMP_STRICT_PLUGINS") == "1":
+            if plugin == info.key:
+                info.status, info.error = "conflict" if isinstance(error, PluginConflictError) else "failed", error
+        reason = error if isinstance(error, MpampError) else shown(error)
+        self._complain(f"the {part} of plugin {plugin!r} are left out: {reason}", error)
+
+    def in_conflict(self, conflict: PluginConflictError) -> None:
+        """Keep in the listing that the rules of two plugins differ."""
+        for info in self.infos.values():
+            if info.key in conflict.plugins:
+                info.status, info.error = "conflict", conflict
+
+    def _complain(self, message: str, error: BaseException | None) -> None:
+        if _is_strict():
             raise PluginLoadError(message) from error
         warnings.warn(message, MpampWarning, stacklevel=2)
-
-    def hook(self) -> Any:
-        """Return pluggy's hook caller, for hooks that are notified."""
-        return self._pm.hook
 
     def listing(self) -> list[PluginInfo]:
         """Return every plugin found, built-in ones first."""
@@ -221,27 +333,48 @@ class PluginManager:
         return [*builtin, *self.infos.values()]
 
 
-def _load_error(info: PluginInfo, device_type: str) -> PluginLoadError:
-    return PluginLoadError(
-        f"the plugin for device {device_type!r} ({info.distribution} {info.version}) failed to load: {info.error!r}. "
-        f"Mend or uninstall {info.distribution}."
-    )
+def _whose(info: PluginInfo, device_type: str) -> str:
+    return f"the plugin for device {device_type!r} ({info.distribution} {info.version})"
+
+
+def _remedy(info: PluginInfo) -> str:
+    return f"Mend or uninstall {info.distribution}."
+
+
+def _load_error(info: PluginInfo, device_type: str) -> str:
+    cause = "" if info.error is None else f": {shown(info.error)}"
+    return f"{_whose(info, device_type)} failed to load{cause}. {_remedy(info)}"
+
+
+def _strict_error(info: PluginInfo, error: BaseException) -> PluginLoadError:
+    return PluginLoadError(f"plugin {info.name!r} of {info.distribution} failed to load: {shown(error)}")
+
+
+def _is_partial(info: PluginInfo) -> bool:
+    """Tell whether a plugin's module is only half imported: its own body, or what that imports, has asked for it."""
+    module = sys.modules.get(info.module.partition(":")[0].strip())
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _is_strict() -> bool:
+    return os.environ.get("MPAMP_STRICT_PLUGINS") == "1"
+
+
+def _rules(result: Any, dtype: torch.dtype) -> Mapping[str, Any]:
+    """Return what a hook gave as rules of one dtype."""
+    if result is None:
+        return {}
+    if not isinstance(result, Mapping):
+        raise TypeError(f"mpamp_op_rules returned {result!r}, not a mapping from op to policy.")
+    if isinstance(result, OpTable):
+        return {op: policy for op, row in result.items() if (policy := row.at(dtype)) is not None}
+    return result
 
 
 def _call(impl: pluggy.HookImpl, **arguments: Any) -> Any:
     """Call a hook's implementation, which may leave arguments out."""
     function = cast(Callable[..., Any], impl.function)
     return function(**{name: value for name, value in arguments.items() if name in impl.argnames})
-
-
-def _info(point: importlib.metadata.EntryPoint) -> PluginInfo:
-    dist = getattr(point, "dist", None)
-    name, version = (dist.name, dist.version) if dist is not None else ("unknown", "?")
-    return PluginInfo(point.name, name, version, point.value)
-
-
-def _names(variable: str) -> set[str]:
-    return {n.strip() for n in os.environ.get(variable, "").split(",") if n.strip()}
 
 
 def _autocast_key_name(device_type: str) -> str | None:
@@ -261,7 +394,14 @@ def is_device_type(name: str) -> bool:
     return True
 
 
-@functools.cache
+_manager: PluginManager | None = None
+
+
 def manager() -> PluginManager:
     """Return this process's plugin manager."""
-    return PluginManager()
+    global _manager
+    if _manager is None:
+        with turn():
+            if _manager is None:
+                _manager = PluginManager()
+    return _manager

@@ -150,12 +150,10 @@ class PluginMadeMeta(ABCMeta):
         from ..plugins.manager import manager
 
         config = ScalerConfig(**cls.__signature__.bind(*args, **kwargs).arguments)
-        hook = manager().hook().mpamp_make_scaler
-        if not (hook.get_hookimpls() and config.enabled and config.is_on_this_machine()):
+        if not (manager().implementations("mpamp_make_scaler") and config.enabled and config.is_on_this_machine()):
             return None
-        made = hook(device_type=config.device, config=config)
-        if made is not None and not isinstance(made, torch.amp.GradScaler):
-            raise TypeError(
-                f"mpamp_make_scaler for {config.device!r} returned {made!r}, not an instance of torch.amp.GradScaler."
-            )
+        kind = torch.amp.GradScaler
+        made: torch.amp.GradScaler | None = manager().first(
+            "mpamp_make_scaler", kind, f"scalers for {config.device}", device_type=config.device, config=config
+        )
         return made

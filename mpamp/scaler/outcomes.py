@@ -79,8 +79,8 @@ class Outcomes:
 def _listeners() -> Any:
     from ..plugins.manager import manager
 
-    hook = manager().hook().mpamp_scale_event
-    return hook if hook.get_hookimpls() else None
+    tell = functools.partial(manager().tell, "mpamp_scale_event", "scale events")
+    return tell if manager().implementations("mpamp_scale_event") else None
 
 
 def _tell(hook: Any, reference: Callable[[], Any], result: StepResult) -> None:

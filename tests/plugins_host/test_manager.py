@@ -462,6 +462,7 @@ def test_devices_asked_for_by_a_hook_have_places_of_their_own(monkeypatch: pytes
     found = manage(Point("ops.curious", plugin(rules=rules)))
     monkeypatch.setattr(module, "manager", lambda: found)
     monkeypatch.setattr(registry, "_devices", {})
+    monkeypatch.setattr(registry, "DEVICES", [])
     registry.device_state("xpu")
     devices = registry.devices_in_use()
     assert sorted(state.type for state in devices) == ["cpu", "xpu"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import mpamp
 from mpamp.plugins.hookspecs import hookimpl
 from mpamp.plugins.manager import manager
 from mpamp.scaler import GradScaler, ScaleEvent, ScalerConfig
@@ -89,10 +91,59 @@ def test_none_leaves_it_to_mpamp(plugin: Plugin) -> None:
     assert len(plugin.configs) == 1
 
 
-def test_what_is_no_scaler_is_refused(plugin: Plugin) -> None:
+def test_what_is_no_scaler_is_left_out(plugin: Plugin) -> None:
     plugin.made = lambda config: object()
-    with pytest.raises(TypeError, match="mpamp_make_scaler for 'cpu' returned"):
-        GradScaler("cpu")
+    with pytest.warns(mpamp.MpampWarning, match="the scalers for cpu of plugin .*mpamp_make_scaler returned"):
+        assert type(GradScaler("cpu")) is GradScaler
+    assert type(GradScaler("cpu")) is GradScaler
+    assert len(plugin.configs) == 1
+
+
+class Exit(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), Exit("x")])
+def test_a_plugin_that_fails_to_make_a_scaler_is_left_out(plugin: Plugin, error: BaseException) -> None:
+    def fail(config: ScalerConfig) -> Any:
+        raise error
+
+    plugin.made = fail
+    with pytest.warns(mpamp.MpampWarning, match="the scalers for cpu of plugin") as caught:
+        assert [type(GradScaler("cpu")), type(GradScaler("cpu"))] == [GradScaler, GradScaler]
+    assert (len(caught), len(plugin.configs)) == (1, 1)
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), Exit("x")])
+def test_a_listener_that_fails_is_not_told_again(
+    plugin: Plugin, scaler: GradScaler, weights: Any, run_backward: Any, error: BaseException
+) -> None:
+    class Events(list[ScaleEvent]):
+        def append(self, event: ScaleEvent) -> None:
+            super().append(event)
+            raise error
+
+    plugin.events = Events()
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    run_backward(scaler, weights)
+    with pytest.warns(mpamp.MpampWarning, match="the scale events of plugin"):
+        scaler.step(optimizer)
+    scaler.update()
+    run_backward(scaler, weights)
+    scaler.step(optimizer)  # warnings are errors
+    assert (len(plugin.events), scaler.last_step_skipped(optimizer)) == (1, False)
+
+
+def test_an_interrupt_of_a_listener_is_the_users(
+    plugin: Plugin, scaler: GradScaler, weights: Any, run_backward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(event: ScaleEvent) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plugin, "events", SimpleNamespace(append=interrupt))
+    run_backward(scaler, weights)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(torch.optim.SGD(weights, lr=0.1))
 
 
 def test_not_asked_for_subclasses_and_disabled_scalers(plugin: Plugin) -> None:

@@ -1,0 +1,48 @@
+"""A plugin's code ends in the autocast state that it began in."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch._C import DispatchKey
+
+from ..errors import RegionError
+from ..scope import THREAD
+
+__all__ = ["no_region_left"]
+
+
+@functools.cache
+def _autocast_keys() -> list[DispatchKey]:
+    keys = [DispatchKey(number) for number in range(64)]
+    return [key for key in keys if torch._C._dispatch_key_name(key).startswith("Autocast")]
+
+
+@contextlib.contextmanager
+def no_region_left() -> Iterator[None]:
+    """Put the calling thread's autocast back as it was.
+
+    Raises:
+        RegionError: What ran inside raised nothing, but left a region open.
+    """
+    is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    entries = THREAD.state.entries
+    depth, keys = len(entries), {key: is_excluded(key) for key in _autocast_keys()}
+    cache = torch.is_autocast_cache_enabled()
+    is_left = False
+    try:
+        yield
+    finally:
+        while len(entries) > depth:
+            is_left = True
+            entries[-1][0].__exit__(None, None, None)
+        for key, was_excluded in keys.items():
+            if is_excluded(key) is not was_excluded:
+                is_left = True
+                torch._C._dispatch_tls_set_dispatch_key_excluded(key, was_excluded)
+        torch.set_autocast_cache_enabled(cache)
+    if is_left:
+        raise RegionError("it left an autocast region open, or torch's autocast on.")

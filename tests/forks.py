@@ -1,0 +1,56 @@
+"""Runs a piece of a test in a forked child, so that what it leaves in the process is gone with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+SECONDS = 60.0
+"""How long a child may take; it is killed then, and the test fails. Far longer than any takes."""
+
+
+def in_child(function: Callable[[], Any]) -> Any:
+    """Return what ``function`` returns in a child, as JSON takes it.
+
+    Raises:
+        AssertionError: It raised, or the child hung.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(reader)
+            result = json.dumps(function())
+            os.write(writer, result.encode())
+            code = 0
+        except BaseException:
+            os.write(writer, traceback.format_exc().encode())
+        finally:
+            os._exit(code)
+    os.close(writer)
+    code = wait(child)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    assert code == 0, text or f"the child ended with {code}"
+    return json.loads(text)
+
+
+def wait(child: int) -> int:
+    """Return a child's exit code; kill it, and say -1, if it hangs."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    print("a child hung", file=sys.stderr)
+    return -1
