@@ -253,12 +253,10 @@ class Region:
         spec = self._spec
         if spec.ready != spec.device.version:
             if not spec.enabled:
-                enter(self, [(_set_excluded, spec.key, True)])
-                return self
+                return enter(self, [(_set_excluded, spec.key, True)])
             casts, spec = self._prepare()
             if not casts:
-                enter(self, [])
-                return self
+                return enter(self, [])
         state, task = _thread.state, graph_task()
         scopes, put, entries, flag = state.scopes, state.put, state.entries, _get_cache()
         keys = CARRIERS.keys
@@ -278,8 +276,7 @@ class Region:
             if outer is NO_MARK:
                 make_way()
             changes: list[Change] = [(put, index, scope), (put, MARK, mark), (_set_dtype, spec.type, spec.dtype)]
-            enter(self, [*changes, *changes_to(mark), (_set_excluded, key, False)], False)
-            return self
+            return enter(self, [*changes, *changes_to(mark), (_set_excluded, key, False)], False)
         dtype = _get_dtype(spec.type)
         is_off, before, own, is_first = _is_excluded(key), scopes[index], scopes[MARK], outer is NO_MARK
         entry: list[Any] = [self, flag, (key, is_off, spec.type, dtype, index, before, own, keys[0], is_first)]
@@ -293,6 +290,7 @@ class Region:
             if is_first:
                 _set_excluded(keys[0], False)
             _set_excluded(key, False)
+            return self
         except BaseException:
             _set_excluded(key, is_off)
             _set_excluded(keys[0], is_first)
@@ -303,7 +301,6 @@ class Region:
             if entries and entries[-1] is entry:
                 entries.pop()
             raise
-        return self
 
     def _prepare(self) -> tuple[bool, _Spec]:
         """Return whether the region casts on this machine, and what it is by the device's rules of now."""
@@ -320,25 +317,26 @@ class Region:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         state = _thread.state
-        entries, scopes = state.entries, state.scopes
-        entry = entries[-1] if entries else None
-        if entry is None or entry[0] is not self or type(entry[2]) is not tuple:
-            leave(self)
-            return
-        key, is_off, name, dtype, index, before, own, first, is_first = entry[2]
+        entries, scopes, entry, is_left = state.entries, state.scopes, None, False
         try:
-            _set_excluded(key, is_off)
-            if is_first:
-                _set_excluded(first, True)
-            scopes[index], scopes[MARK] = before, own
-            _set_dtype(name, dtype)
-            _set_cache(entry[1])
-            entries.pop()
+            entry = entries[-1] if entries else None
+            if entry is not None and entry[0] is self and type(entry[2]) is tuple:
+                key, is_off, name, dtype, index, before, own, first, is_first = entry[2]
+                _set_excluded(key, is_off)
+                if is_first:
+                    _set_excluded(first, True)
+                scopes[index], scopes[MARK] = before, own
+                _set_dtype(name, dtype)
+                _set_cache(entry[1])
+                entries.pop()
+                is_left = True
         except BaseException:
-            if entries and entries[-1] is entry:
+            if entries and entries[-1][0] is self and (entry is None or entries[-1] is entry):
                 leave(self)
             raise
-        if not entries and state.casts:
+        if not is_left:
+            leave(self)
+        elif not entries and state.casts:
             state.casts.clear()
 
     @overload

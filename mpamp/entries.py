@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ _set_dtype = torch.set_autocast_dtype
 _get_cache = torch.is_autocast_cache_enabled
 _set_cache = torch.set_autocast_cache_enabled
 
+T = TypeVar("T")
 Entry = list[Any]
 """Who entered, torch's cache flag before (None if it wasn't changed), and the changes that undo what was done.
 
@@ -42,8 +43,8 @@ def before(changes: list[Change]) -> list[Change]:
     ]
 
 
-def enter(owner: object, changes: list[Change], cache: bool | None = None) -> None:
-    """Make the changes, which ``leave`` undoes; either all of them are made or none is.
+def enter(owner: T, changes: list[Change], cache: bool | None = None) -> T:
+    """Make the changes, which ``leave`` undoes, and return the owner; either all of them are made or none is.
 
     Args:
         owner: What ``leave`` will be called with.
@@ -60,6 +61,7 @@ def enter(owner: object, changes: list[Change], cache: bool | None = None) -> No
             _set_cache(cache)
         for change, part, value in changes:
             change(part, value)
+        return owner
     except BaseException:
         for change, part, value in undo:
             change(part, value)
@@ -162,8 +164,8 @@ class Restoring:
     def __init__(self, changes: Callable[[], list[Change]], cache: bool | None) -> None:
         self._changes, self._cache = changes, cache
 
-    def __enter__(self) -> None:
-        enter(self, self._changes(), self._cache)
+    def __enter__(self) -> Restoring:
+        return enter(self, self._changes(), self._cache)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

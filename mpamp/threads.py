@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from .carrying import carrying
-from .marks import NO_MARK
-from .scope import THREAD, mark_here
+from .scope import THREAD, scopes_here
 
 __all__ = ["carried_apply", "inherit_regions", "serve_data_parallel"]
 
@@ -35,7 +34,7 @@ def inherit_regions(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def _is_in_region() -> bool:
-    return bool(THREAD.state.entries) or mark_here() is not NO_MARK
+    return bool(THREAD.state.entries) or any(scope is not None for scope in scopes_here())
 
 
 def carried_apply(parallel_apply: Callable[..., R]) -> Callable[..., R]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mpamp
 from mpamp import marks
@@ -200,3 +201,16 @@ def test_dynamo_is_not_imported_to_forget_its_code(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
     marks.forget_compiled_code()
     assert "torch._dynamo" not in sys.modules
+
+
+def test_a_device_that_carried_marks_may_have_rules_of_its_own() -> None:
+    with FakeTensorMode():
+        x = torch.empty(2, 2, device="mtia")
+        with mpamp.autocast("mtia", BF16):
+            assert torch.mm(x, x).dtype is BF16
+        with mpamp.autocast("mtia", BF16, ops={"mm": "fp32"}):
+            assert torch.mm(x, x).dtype is FP32
+        with torch.autocast("mtia", BF16), mpamp.autocast("cpu", ops={"gelu": "fp32"}):
+            assert torch.mm(x, x).dtype is BF16
+    assert "mtia" not in marks.CARRIERS.names
+    assert not torch.is_autocast_enabled("mtia")
