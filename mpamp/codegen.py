@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import keyword
 import linecache
+import math
 from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,8 @@ from torch._ops import OpOverload
 from . import scope as _scope
 from .caster import caster, keeper, returns_new
 from .compiling import left_out_by_itself
-from .eligibility import find_overload, is_in_place, overload_name
+from .eligibility import OBSERVERS, find_overload, is_in_place, overload_name
+from .oplists import families
 from .policy import CASTABLE, CastPolicy, target_dtype
 from .rows import APPEND_DTYPE
 
@@ -41,6 +43,9 @@ _FAST: dict[str, Callable[..., Any]] = {
 _ARITHMETIC = "add sub mul div multiply divide subtract true_divide floor_divide rsub remainder"
 TAKE_NUMBERS = {f"aten::{name}{suffix}" for name in _ARITHMETIC.split(" ") for suffix in ("", "_")}
 """Ops whose kernel is given a number where the call had one in a tensor's place."""
+
+_PRODUCTS = {f"aten::{name}" for family in ("matmul", "matvec") for name in families()[family]}
+"""Ops that take sparse tensors."""
 
 Resolve = Callable[["DeviceState"], "_scope.Scope | None"]
 
@@ -103,6 +108,7 @@ def build(
         "may_keep": may_keep,
         "kept": kept,
         "knows": _knows,
+        "policy_of_sparse": _policy_of_sparse,
         "cast": cast,
         "cast_all": lambda tensors, target, scope: [
             # A product of one tensor may be a view of it.
@@ -114,7 +120,8 @@ def build(
         "call": _FAST.get(name, op._op),
         "call_append": None if append is None else append._op,
     }
-    source, file = kernel_source(op, torchs), f"<mpamp kernel {device.type} {name}>"
+    minds_sparse = name in _PRODUCTS and not device.backend.has_sparse_lower_precision
+    source, file = kernel_source(op, torchs, minds_sparse=minds_sparse), f"<mpamp kernel {device.type} {name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     exec(_compiled(source), environment)
     kernel: FunctionType = environment["kernel"]
@@ -156,20 +163,38 @@ def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | No
 
     def target_of(policy: CastPolicy | None, lower: torch.dtype, tensors: Iterable[Any]) -> torch.dtype | None:
         flat = [t for item in tensors for t in (item if isinstance(item, list | tuple) else (item,))]
+        numbers = [n for n in flat if isinstance(n, int | float)]
         flat = [t for t in flat if isinstance(t, torch.Tensor)]
         if any(t.dtype is torch.float64 for t in flat):
             return None
         dtypes = [t.dtype for t in flat if t.dtype in CASTABLE and on_device(t)]
+        if numbers and not all(_holds(dtype, number) for dtype in dtypes for number in numbers):
+            dtypes.append(torch.float32)
         return target_dtype(policy, name, lower, dtypes)
 
     return target_of
 
 
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    return abs(number) <= _MAX[dtype] or not math.isfinite(number)
+
+
+def _policy_of_sparse(policy: CastPolicy, tensors: Iterable[Any]) -> CastPolicy:
+    """Return the policy of a product on a device without 16-bit kernels for two sparse tensors or a compressed one."""
+    layouts = [t.layout for t in tensors if isinstance(t, torch.Tensor) and t.layout in _SPARSE]
+    is_missing = len(layouts) > 1 or (layouts and layouts[0] is not torch.sparse_coo)
+    return CastPolicy.FP32 if is_missing and policy is CastPolicy.LOWER_PRECISION_FP else policy
+
+
 WRITTEN = {"running_mean", "running_var"}
 """Arguments that normalization layers write into, though their schemas don't say so: a cast would lose the update."""
+_HELD = {"max", "max_val", "min", "min_val", "threshold", "value"}
+"""Numbers that a result may hold, by their argument's name: ``promote`` takes one that 16 bits can't for float32's."""
+_MAX = {dtype: torch.finfo(dtype).max for dtype in CASTABLE}
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 
-def kernel_source(op: OpOverload, torchs: CastPolicy | None = None) -> str:
+def kernel_source(op: OpOverload, torchs: CastPolicy | None = None, *, minds_sparse: bool = False) -> str:
     """Return the Python source of an op's kernel, specialised on its schema and on the policy of torch's own kernel.
 
     Names of its own start with an underscore, for keyword arguments keep theirs.
@@ -184,13 +209,20 @@ def kernel_source(op: OpOverload, torchs: CastPolicy | None = None) -> str:
     positional, keywords = [i for i, a in arguments if not a.kwarg_only], [i for i, a in arguments if a.kwarg_only]
     head = ["_keys", *(signed[i] for i in positional), *(["*"] if keywords else []), *(signed[i] for i in keywords)]
     passed = ", ".join([*(names[i] for i in positional), *(f"{arguments[i][1].name}={names[i]}" for i in keywords)])
-    tensors = [(names[i], str(a.type)) for i, a in arguments if "Tensor" in str(a.type) and a.name not in WRITTEN]
+    is_state = {i for i, a in arguments if a.name in WRITTEN or (op._schema.name in OBSERVERS and a.alias_info)}
+    tensors = [(names[i], str(a.type)) for i, a in arguments if "Tensor" in str(a.type) and i not in is_state]
+    held = [names[i] for i, a in arguments if a.name in _HELD and "number" in str(a.type)]
     if op._schema.name in TAKE_NUMBERS:
         tensors = [(name, "Number") for name, _ in tensors]
     left = [] if torchs is None or is_in_place(op) else _short_body(torchs, tensors, passed)
     short = ["if _policy is TORCHS:", *("    " + line for line in left)] if left else []
-    body = _in_place_body(tensors) if is_in_place(op) else [*_body(tensors), *_dtype_lines(op, names, tensors, passed)]
-    lines = "\n".join("    " + line for line in [*short, *body])
+    body = (
+        _in_place_body(tensors)
+        if is_in_place(op)
+        else [*_body(tensors, held), *_dtype_lines(op, names, tensors, passed)]
+    )
+    sparse = [f"_policy = policy_of_sparse(_policy, ({', '.join(n for n, _ in tensors)},))"] if minds_sparse else []
+    lines = "\n".join("    " + line for line in [*sparse, *short, *body])
     return f"""\
 def kernel({", ".join(head)}):
     _scope = thread.state.scopes[INDEX]
@@ -245,9 +277,9 @@ def _knows(lower: torch.dtype, tensors: Iterable[Any]) -> bool:
     return True
 
 
-def _body(tensors: list[tuple[str, str]]) -> list[str]:
+def _body(tensors: list[tuple[str, str]], held: list[str]) -> list[str]:
     """Return the lines that find the arguments' dtype and cast them to it."""
-    everything = ", ".join(name for name, _ in tensors) + ","
+    everything = ", ".join([*(name for name, _ in tensors), *held]) + ","
     lines = [f"_target = target_of(_policy, _lower, ({everything}))"]
     if not any(_is_list(kind) for _, kind in tensors):
         doubles = [f"{_guard(name, kind)}{name}.dtype is FLOAT64" for name, kind in tensors]

@@ -29,6 +29,10 @@ def is_in_place(op: OpOverload) -> bool:
     return bool(writes) and writes[0] and not any(writes[1:])
 
 
+OBSERVERS = frozenset({"aten::fused_moving_avg_obs_fake_quant"})
+"""Ops that write into running ranges beside their input, which are never cast."""
+
+
 @functools.cache
 def is_out_of_place(op: OpOverload) -> bool:
     """Tell whether autocast may cast this overload's arguments at all.
@@ -44,6 +48,8 @@ def is_out_of_place(op: OpOverload) -> bool:
     arguments = op._schema.arguments
     if not torch._C._dispatch_has_kernel(overload_name(op)):
         return False  # TorchScript's own, such as einsum.sublist
+    if op._schema.name in OBSERVERS:
+        return True
     has_tensor = any("Tensor" in str(a.type) for a in arguments)
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
     return has_tensor and not writes

@@ -36,6 +36,8 @@ class Backend:
     """What a region may run in, beside float32."""
     tensor_attribute: str = ""
     """The Tensor attribute that is true on this device (``"is_xpu"``), where there is one: it is quick to read."""
+    has_sparse_lower_precision: bool = True
+    """Whether sparse tensors are multiplied in lower precision too; where not, such products run in float32."""
     watched_modules: tuple[str, ...] = ()
     """Modules that register Autocast kernels of their own when imported."""
 
@@ -55,6 +57,10 @@ class Backend:
     def is_emulated(self, dtype: torch.dtype) -> bool:
         """Tell whether this machine computes ``dtype`` without units of its own, and so slower."""
         return False
+
+    def known_faults(self) -> list[str]:
+        """Return what this machine computes wrongly, and what is done about it, a clause each, for ``mpamp doctor``."""
+        return []
 
     def prepare(self) -> None:
         """Do what must come before the first kernel is installed, such as importing the vendor's package."""

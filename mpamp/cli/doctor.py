@@ -83,6 +83,7 @@ def _device(device: DeviceState) -> dict[str, Any]:
         "backend": f"{own.__module__}.{own.__qualname__}",
         "default_dtype": dtype_name(backend.default_dtype),
         "dtypes": dtypes,
+        "faults": backend.known_faults() if is_available else [],
     }
 
 
@@ -150,6 +151,9 @@ def _print(report: dict[str, Any]) -> None:
         else f"\nEngine: {engine['name']}; on {engine['device']}, mpamp's kernels run {engine['mpamp_kernels']} ops of "
         f"the default table, torch's run {engine['torch_kernels']}"
     )
+    for device in report["devices"]:
+        for fault in device["faults"]:
+            click.echo(f"Fault of {device['type']}: {fault}.")
     for problem in report["problems"]:
         click.echo(f"Problem: {problem}")
     click.echo(f"Advice: {report['advice']}")

@@ -103,12 +103,27 @@ def _grid(dims: int, *rest: Any) -> Callable[[Maker], Call]:
     return lambda t: call(t(2, 3, *(4,) * dims), t(2, *(4,) * dims, dims), 0, 0, False)
 
 
+def _observer(t: Maker) -> Call:
+    """Return arguments of an observer with its state, which is float32 whatever it observes."""
+    state = [t.ints(v, dtype=torch.float32) for v in (1, 1, 0, 1, 1)]
+    return call(t(4, 4), *state, t.zeros(1, dtype=torch.int32), 0.01, 0, 255, 0)
+
+
 def _classes(t: Maker) -> Call:
     return call(t(4, 5), t.zeros(4), t(5))
 
 
 _TWO = [1, 1]
 ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
+    "_chunk_cat": lambda t: call([t(4, 4), t(4, 4)], 0, 2),
+    "_fake_quantize_learnable_per_channel_affine": lambda t: call(t(4, 4), t(4), t(4), 0, 0, 255),
+    "_fake_quantize_learnable_per_tensor_affine": lambda t: call(t(4, 4), t(1), t(1), 0, 255),
+    "_grouped_mm": lambda t: call(t(8, 16), t(2, 16, 32), t.ints(4, 8, dtype=torch.int32)),
+    "_sparse_mm.reduce": lambda t: call(t(4, 4).to_sparse_csr(), t(4, 4), "sum"),
+    "_sparse_softmax.int": lambda t: call(t(4, 4).to_sparse(), 1),
+    "_sparse_log_softmax.int": lambda t: call(t(4, 4).to_sparse(), 1),
+    "_upsample_lanczos2d_aa": _images(2, [8, 8], False),
+    "_upsample_lanczos2d_aa.vec": _images(2, [8, 8], False, None),
     "_addmm_activation": lambda t: call(t(5), t(3, 4), t(4, 5)),
     "_convolution": _conv_flags(False, False, True, True),
     "_convolution.deprecated": _conv_flags(False, False, True),
@@ -165,6 +180,11 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "embedding_bag": _bag,
     "embedding_bag.padding_idx": lambda t: call(*_bag(t)[0], False, None),
     "fake_quantize_per_tensor_affine": lambda t: call(t(4, 4), 0.1, 0, 0, 255),
+    "fake_quantize_per_channel_affine": lambda t: call(t(4, 4), t(4), t.zeros(4, dtype=torch.int32), 0, 0, 255),
+    "fake_quantize_per_tensor_affine.tensor_qparams": lambda t: call(
+        t(4, 4), t(1), t.zeros(1, dtype=torch.int32), 0, 255
+    ),
+    "fused_moving_avg_obs_fake_quant": _observer,
     "fractional_max_pool2d": lambda t: call(t(2, 3, 5, 5), [2, 2], [3, 3], t(2, 3, 2)),
     "fractional_max_pool3d": lambda t: call(t(2, 3, 5, 5, 5), [2, 2, 2], [3, 3, 3], t(2, 3, 3)),
     "grid_sampler": _grid(2),
@@ -173,8 +193,15 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "group_norm": lambda t: call(t(2, 4, 3), 2, t(4), t(4)),
     "gru_cell": _cell(3),
     "histogram.bins_tensor": lambda t: call(t(4, 4), t.steps(5)),
+    "histogramdd": lambda t: call(t(4, 2), [2, 2]),
+    "histogramdd.TensorList_bins": lambda t: call(t(4, 2), [t.steps(3), t.steps(3)]),
+    "histogramdd.int_bins": lambda t: call(t(4, 2), 2),
+    "hspmm": lambda t: call(t(4, 4).to_sparse(), t(4, 4)),
     "index_add": lambda t: call(t(4, 4), 0, t.ints(0, 2), t(2, 4)),
     "index_copy": lambda t: call(t(4, 4), 0, t.ints(0, 2), t(2, 4)),
+    "index_copy_": lambda t: call(t(4, 4), 0, t.ints(0, 2), t(2, 4)),
+    "index_fill.int_Scalar": lambda t: call(t(4, 4), 0, t.ints(0, 2), 2),
+    "index_reduce": lambda t: call(t(4, 4), 0, t.ints(0, 2), t(2, 4), "amax"),
     "index_put": lambda t: call(t(4, 4), [t.ints(0, 2)], t(2, 4)),
     "istft": lambda t: call(t.zeros(1, 3, 17, dtype=torch.complex64), 4, window=t.signs(4)),
     "layer_norm": lambda t: call(t(2, 4), [4], t(4), t(4)),
@@ -195,6 +222,10 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "lu_solve": lambda t: call(t(4, 4), t(4, 4), t.pivots()),
     "lu_unpack": lambda t: call(t(4, 4), t.pivots()),
     "margin_ranking_loss": lambda t: call(t(4), t(4), t.signs(4)),
+    "masked_fill.Scalar": lambda t: call(t(4, 4), t.zeros(4, 4, dtype=torch.bool), 2),
+    "meshgrid": lambda t: call([t(3), t(3)]),
+    "meshgrid.indexing": lambda t: call([t(3), t(3)], indexing="ij"),
+    "cartesian_prod": lambda t: call([t(3), t(3)]),
     "masked_scatter": lambda t: call(t(4, 4), t.zeros(4, 4, dtype=torch.bool), t(4, 4)),
     "matmul": lambda t: call(t(2, 3, 4), t(4, 5)),
     "max_pool3d": _images(3, [2, 2, 2]),
@@ -216,6 +247,7 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "ormqr": lambda t: call(t(4, 3), t(3), t(4, 2)),
     "poisson_nll_loss": lambda t: call(t(4, 4), t(4, 4), True, False, 1e-8, 1),
     "prelu": lambda t: call(t(2, 4), t(4)),
+    "put": lambda t: call(t(4, 4), t.ints(0, 2), t(2)),
     "quantile": lambda t: call(t(4, 4), t(2)),
     "reflection_pad1d": _images(1, [1, 1]),
     "reflection_pad2d": _images(2, [1, 1, 1, 1]),
@@ -226,10 +258,15 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "rnn_relu_cell": _cell(1),
     "rnn_tanh_cell": _cell(1),
     "scaled_dot_product_attention": lambda t: call(t(1, 2, 4, 8), t(1, 2, 4, 8), t(1, 2, 4, 8)),
+    "scatter.reduce": lambda t: call(t(4, 4), 0, t.zeros(2, 4), t(2, 4), reduce="add"),
+    "scatter.value": lambda t: call(t(4, 4), 0, t.zeros(2, 4), 2),
     "scatter.src": lambda t: call(t(4, 4), 0, t.zeros(2, 4), t(2, 4)),
     "scatter_reduce.two": lambda t: call(t(4, 4), 0, t.zeros(2, 4), t(2, 4), "sum"),
     "searchsorted.Tensor": lambda t: call(t.steps(5), t(4)),
     "scatter_add": lambda t: call(t(4, 4), 0, t.zeros(2, 4), t(2, 4)),
+    "smm": lambda t: call(t(4, 4).to_sparse(), t(4, 4)),
+    "sparse_sampled_addmm": lambda t: call(t(4, 4).to_sparse_csr(), t(4, 4), t(4, 4)),
+    "sspaddmm": lambda t: call(t(4, 4).to_sparse(), t(4, 4).to_sparse(), t(4, 4)),
     "stack": lambda t: call([t(2, 3), t(2, 3), t(2, 3)]),
     "stft": lambda t: call(t(1, 16), 4, window=t(4), return_complex=True),
     "stft.center": lambda t: call(t(1, 16), 4, window=t(4), return_complex=True),

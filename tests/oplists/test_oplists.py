@@ -79,7 +79,7 @@ def test_family(family: str) -> None:
 
 def test_every_op_is_in_one_family() -> None:
     """But for a family that says that it has another's."""
-    contained = {"matmul_in_place"}
+    contained = {"matmul_in_place", "index_copy_in_place"}
     counts = Counter(op for name, ops in families().items() if name not in contained for op in ops)
     assert [op for op, count in counts.items() if count > 1] == []
 
@@ -93,7 +93,8 @@ def test_every_op_exists_or_did() -> None:
 @pytest.mark.parametrize("name", ["default", "native", "uniform"])
 def test_every_row_is_out_of_place(name: str, device: str) -> None:
     found = [(op, find_overload(op)) for op in load_table(name, device)]
-    assert [name for name, op in found if op is not None and not is_out_of_place(op)] == []
+    wrong = [name for name, op in found if op is not None and not is_out_of_place(op)]
+    assert wrong == (["aten::index_copy_"] if name == "default" else [])  # of torch.nn.AdaptiveLogSoftmaxWithLoss
 
 
 def test_families_can_not_be_changed_by_their_readers() -> None:
@@ -139,11 +140,13 @@ def test_default_keeps_every_native_row_but_a_few(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_default_adds_in_float32_or_by_promotion_only(device: str) -> None:
-    """But for the one fused op that runs all others of a transformer layer inside it."""
+    """But for products that torch runs in lower precision once it has taken them apart, and a grouped one."""
     safe = {CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP32_APPEND_DTYPE, CastPolicy.PROMOTE}
     added = [d for d in load_table("native", device).diff(load_table("default", device)) if d.left is None]
     unsafe = {d.op for d in added if d.right is not None and not d.right.policies() <= safe}
-    assert unsafe <= {"aten::_transformer_encoder_layer_fwd"}
+    names = ("matmul_chain", "matmul_grouped", "tensordot", "transformer_fused")
+    products = {op for name in names for op in families()[name]}
+    assert unsafe <= {f"aten::{op}" for op in products}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from ...optable import OpTable
 from ...plugins.hookspecs import hookimpl
 from ..base import Backend
+from .probe import leaves_garbage
 
 __all__ = ["CpuBackend", "mpamp_backends"]
 
@@ -20,6 +21,7 @@ class CpuBackend(Backend):
     autocast_key = "AutocastCPU"
     default_dtype = torch.bfloat16
     tensor_attribute = "is_cpu"
+    has_sparse_lower_precision = False  # MKL's kernels are float32 and float64
     watched_modules = ("intel_extension_for_pytorch",)
 
     def is_available(self) -> bool:
@@ -30,12 +32,25 @@ class CpuBackend(Backend):
 
     def op_table(self) -> OpTable:
         table = OpTable.named("default", self.device_type)
-        slow = {dtype: "fp32" for dtype in self.lower_precision_dtypes if not _onednn_runs(dtype)}
-        if not slow:
-            return table
         # nn.LSTM goes to a oneDNN primitive that exists only where the processor has the dtype's units.
-        rule = {"default": "lower_precision_fp", **{str(dtype): policy for dtype, policy in slow.items()}}
-        return table.override({"mkldnn_rnn_layer": rule}, source="this processor", name=table.name)
+        in_float32 = {
+            "mkldnn_rnn_layer": [d for d in self.lower_precision_dtypes if not _onednn_runs(d)],
+            "conv3d": [d for d in self.lower_precision_dtypes if _breaks_conv3d(d)],
+        }
+        rules = {
+            op: {"default": "lower_precision_fp", **dict.fromkeys(dtypes, "fp32")}
+            for op, dtypes in in_float32.items()
+            if dtypes
+        }
+        return table.override(rules, source="this processor", name=table.name) if rules else table
+
+    def known_faults(self) -> list[str]:
+        return [
+            f"conv3d's weight gradient in {dtype} is partly memory that this processor's kernel doesn't write, so "
+            "regions run conv3d in float32"
+            for dtype in self.lower_precision_dtypes
+            if _breaks_conv3d(dtype)
+        ]
 
 
 @functools.cache
@@ -52,6 +67,12 @@ def _has_units(dtype: torch.dtype) -> bool:
     }.get(dtype, ())
     found = [getattr(torch.cpu, name)() for name in checks if hasattr(torch.cpu, name)]
     return dtype is torch.float32 or any(found) or (not found and _onednn_runs(dtype))
+
+
+@functools.cache
+def _breaks_conv3d(dtype: torch.dtype) -> bool:
+    """Tell whether conv3d's weight gradient can't be trusted; asked of processors with units for ``dtype`` alone."""
+    return _has_units(dtype) and leaves_garbage(dtype)
 
 
 @hookimpl(trylast=True)
