@@ -67,7 +67,7 @@ def with_wrapped(optimizer: Any) -> list[Any]:
     found: list[Any] = []
 
     def visit(value: Any) -> None:
-        if is_optimizer(value) and not any(value is known for known in found):
+        if (value is optimizer or _is_wrapped(value)) and not any(value is known for known in found):
             found.append(value)
             for inner in attributes(value).values():
                 for item in _items(inner):
@@ -75,6 +75,10 @@ def with_wrapped(optimizer: Any) -> list[Any]:
 
     visit(optimizer)
     return found
+
+
+def _is_wrapped(value: Any) -> bool:
+    return is_optimizer(value) and isinstance(getattr(value, "param_groups", None), list | tuple)
 
 
 def _items(value: Any) -> Iterator[Any]:

@@ -169,8 +169,11 @@ class MasterStash(Stash):
     def catch_up(self) -> None:
         """Carry over to the model what others than the optimizer's step have written into the masters."""
         if any(is_ahead(master) for _, master in self.models.values()):
-            self._adopt()
-            self.write_back()
+            self.settle()
+
+    def settle(self) -> None:
+        self._adopt()
+        self.write_back()
 
     def _adopt(self) -> None:
         for model, master in self.pairs:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -196,12 +198,34 @@ class Attachment:
             "_prepare_amp_backward": lambda self: stash.prepare(),
             "_post_amp_backward": lambda self, scaler: stash.finish(scaler, set(), check=scaler.dynamic),
         }
+        if isinstance(stash, MasterStash):
+            found.update((name, self._followed(function)) for name, function in _own_methods(cls))
         if hasattr(cls, "add_param_group"):
             found["add_param_group"] = _add_param_group(cls.add_param_group, stash)
         if isinstance(stash, MasterStash):
             found["_master_params_to_model_params"] = lambda self: stash.write_back()
             found["zero_grad"] = _zero_grad(getattr(cls, "zero_grad", stash.zero_grad), stash)
         return found
+
+    def _followed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of an optimizer's own, which may write into masters, with the model following it."""
+
+        @functools.wraps(function)
+        def method(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            result = function(optimizer, *args, **kwargs)
+            if not self._is_running:
+                self.stash.settle()
+            return result
+
+        return method
+
+
+def _own_methods(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the public methods that an optimizer's class has beside those of torch's, ``swap_swa_sgd`` say."""
+    for name in dir(cls):
+        function = inspect.getattr_static(cls, name)
+        if isinstance(function, FunctionType) and not name.startswith("_") and not hasattr(Optimizer, name):
+            yield name, function
 
 
 class _Overflow(BaseException):

@@ -104,6 +104,9 @@ class Stash:
     def catch_up(self) -> None:
         """Make the model ready for a forward pass."""
 
+    def settle(self) -> None:
+        """Make the model ready for a forward pass, whichever way masters were written."""
+
     def before_step(self) -> None:
         """Make what is stepped ready."""
 

@@ -84,6 +84,37 @@ class LARC:
         self.optim.step()
 
 
+class SWA(torch.optim.Optimizer):
+    """Averages weights in its steps, and swaps them with their averages when asked to, as torchcontrib's did."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+        self.count = 0
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+        self.count += 1
+        self.update_swa()
+
+    def update_swa(self):
+        for p in self.all():
+            average = self.state[p].setdefault("swa", torch.zeros_like(p))
+            average.add_((p.data - average) / self.count)
+
+    def swap_swa_sgd(self):
+        for p in self.all():
+            kept = p.data.clone()
+            p.data.copy_(self.state[p]["swa"])
+            self.state[p]["swa"].copy_(kept)
+
+    def all(self):
+        return [p for group in self.param_groups for p in group["params"]]
+
+
 class Plain:
     """Written by hand: no state, and a step that needs every gradient."""
 
@@ -256,6 +287,7 @@ MAKERS = {
     "lookahead": lambda params: Lookahead(sgd(params)),
     "timm's lookahead": lambda params: TimmLookahead(sgd(params)),
     "lookahead of a bare one": lambda params: Lookahead(Bare(sgd(params))),
+    "swa": lambda params: SWA(sgd(params)),
     "larc": lambda params: LARC(sgd(params)),
     "plain": Plain,
     "slots": Slots,

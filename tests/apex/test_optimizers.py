@@ -138,6 +138,25 @@ def test_a_wrapper_made_after_initialize(level, make, given):
         assert all(torch.equal(a, b) for a, b in zip(before, training.masters(), strict=True))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_the_model_follows_an_optimizers_other_methods(level, made):
+    training = stepping.Training(level, (lambda params: odd.SWA(odd.sgd(params))) if made == "before" else odd.sgd)
+    if made == "after":
+        training.optimizer = odd.SWA(training.optimizer)
+    models = [p.detach().clone() for p in training.model.parameters()]
+    for _ in range(2):
+        training.step()
+    last = training.masters()
+    training.optimizer.swap_swa_sgd()
+    averages = training.masters()
+    assert not torch.equal(averages[0], last[0])
+    assert all(torch.equal(p, a.to(p.dtype)) for p, a in zip(training.model.parameters(), averages, strict=True))
+    training.optimizer.swap_swa_sgd()
+    assert all(torch.equal(p, a.to(p.dtype)) for p, a in zip(training.model.parameters(), last, strict=True))
+    assert not torch.equal(models[0], last[0].to(models[0].dtype))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_compiled_function_that_steps(level):
