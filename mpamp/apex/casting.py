@@ -14,6 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..containers import mapping_like, sequence_like
 from .masters import LOW
+from .patches import passing_for, set_class
 
 __all__ = ["ForwardCast", "cast_forward", "cast_layers", "cast_module", "cast_tree", "uncast_forward"]
 
@@ -112,7 +113,7 @@ def cast_forward(model: nn.Module, cast: ForwardCast) -> None:
     uncast_forward(model)
     inner = model.__dict__.pop("forward", None)
     model.__dict__[_ATTRIBUTE] = cast if inner is None else replace(cast, inner=inner)
-    model.__class__ = _casting(type(model))
+    set_class(model, _casting(type(model)))
 
 
 def cast_layers(model: nn.Module) -> None:
@@ -131,7 +132,7 @@ def uncast_forward(model: nn.Module) -> None:
     """Give a model its own class and ``forward`` back."""
     cast = model.__dict__.pop(_ATTRIBUTE, None)
     if cast is not None:
-        model.__class__ = type(model).__bases__[0]
+        set_class(model, type(model).__bases__[0])
         if cast.inner is not None:
             model.__dict__["forward"] = cast.inner
 
@@ -161,8 +162,8 @@ def _casting(cls: Any) -> Any:
             return (_remake, (reduced[0], cls, *reduced[1][1:]), *reduced[2:])
         return reduced
 
-    names = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    made = type(cls)(cls.__name__, (cls,), {**names, _MARK: True, "forward": forward, "__reduce_ex__": reduce_ex})
+    body = {_MARK: True, "forward": forward, "__reduce_ex__": reduce_ex}
+    made = type(cls)(cls.__name__, (cls,), {**body, **passing_for(cls)})
     return made
 
 

@@ -54,11 +54,10 @@ def stash_of(optimizer: Any) -> Stash:
     stash = getattr(optimizer, "_amp_stash", None)
     if isinstance(stash, Stash):
         return stash
-    wrapped = with_wrapped(optimizer)[1:] if is_optimizer(optimizer) else []
-    for inner in wrapped:
-        if isinstance(getattr(inner, "_amp_stash", None), Stash):
-            inner._amp_attached.watch(optimizer)
-            return stash_of(inner)
+    for attachment in _attachments if is_optimizer(optimizer) else ():
+        if attachment.is_inside(optimizer):
+            attachment.watch(optimizer)
+            return attachment.stash
     raise AmpAttributeError(
         f"this {type(optimizer).__name__} was never passed through amp.initialize, so amp can't unscale its "
         "gradients: model, optimizer = amp.initialize(model, optimizer, opt_level=...)."
@@ -110,6 +109,11 @@ class Attachment:
         if isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             self.handles.append(optimizer.register_step_pre_hook(self._before_unseen))
             self.handles.append(optimizer.register_step_post_hook(self._after_unseen))
+
+    def is_inside(self, optimizer: Any) -> bool:
+        """Tell whether another optimizer wraps one of those, or steps the very groups."""
+        own = {id(watch.optimizer) for watch in self.watches} | {id(g) for g in self.stash.optimizer.param_groups}
+        return any(id(part) in own for part in [*with_wrapped(optimizer), *optimizer.param_groups])
 
     def stop(self) -> None:
         """Give the optimizers back as they were; their state stays, in float32 where they had masters."""

@@ -61,7 +61,9 @@ class Entry(Tensor):
 
 def _plain(entry: Tensor) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        return entry.as_subclass(Tensor)
+        plain = entry.detach().as_subclass(Tensor)
+        is_param = getattr(entry, "_is_param", False)  # load_state_dict(..., assign=True) makes it one
+        return nn.Parameter(plain, entry.requires_grad) if is_param else plain
 
 
 def _linked(value: Any, by_memory: dict[int, Entry]) -> Any:

@@ -7,7 +7,6 @@ subclass of its class, whose ``step`` is found before any other: it runs whichev
 
 from __future__ import annotations
 
-import copyreg
 import functools
 from collections.abc import Callable, Mapping
 from types import MethodType
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from .errors import AmpUsageError
+from .patches import passing_for, set_class
 
 __all__ = ["Around", "Watch", "was_called"]
 
@@ -57,7 +57,7 @@ class Watch:
         self._function: Any = None
         try:
             self._made = _subclass(self.cls, {**(attributes or {}), "step": _Step(self)})
-            object.__setattr__(optimizer, "__class__", self._made)
+            set_class(optimizer, self._made)
             if type(optimizer) is not self._made or optimizer.step.__func__ is not self._function:
                 raise TypeError("its step isn't found through its class")
         except Exception as error:
@@ -72,7 +72,7 @@ class Watch:
         """Give the optimizer its own class back; again does nothing."""
         self.is_on = False
         if type(self.optimizer) is self._made:
-            object.__setattr__(self.optimizer, "__class__", self.cls)
+            set_class(self.optimizer, self.cls)
 
     # -- What the class's ``step`` does ----------------------------------------------------------------
 
@@ -158,13 +158,11 @@ def _subclass(cls: Any, body: dict[str, Any]) -> Any:
         reduced = super(made, self).__reduce_ex__(protocol)
         if isinstance(reduced, tuple) and len(reduced) > 1:
             arguments = tuple(cls if argument is made else argument for argument in reduced[1])
-            make = {made: cls, copyreg.__newobj__: cls.__new__}.get(reduced[0], reduced[0])  # type: ignore[attr-defined]
-            return (make, arguments, *reduced[2:])
+            return (cls if reduced[0] is made else reduced[0], arguments, *reduced[2:])
         return reduced
 
     meta = type(type(cls).__name__, (type(cls),), {"__setattr__": set_on_class})
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    made = meta(cls.__name__, (cls,), {**body, **names, "__slots__": (), "__reduce_ex__": reduce_ex})
+    made = meta(cls.__name__, (cls,), {**body, **passing_for(cls), "__slots__": (), "__reduce_ex__": reduce_ex})
     return made
 
 

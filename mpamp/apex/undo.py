@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from .holding import attributes, containers, with_wrapped
 from .masters import forget, keep, master_of
+from .patches import set_class
 
 __all__ = ["Undo"]
 
@@ -108,7 +109,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 def _put_back_class(value: Any, cls: type) -> None:
     if type(value) is not cls:
-        object.__setattr__(value, "__class__", cls)
+        set_class(value, cls)
 
 
 def _put_back_attributes(value: Any, before: dict[str, Any]) -> None:

@@ -220,6 +220,20 @@ class Several:
             optimizer.step()
 
 
+def horovod(inner):
+    """As Horovod's: a class made anew of the wrapped one's, whose methods call ``super(self.__class__, self)``."""
+
+    class Distributed(torch.optim.Optimizer):
+        def step(self, closure=None):
+            return super(self.__class__, self).step(closure)
+
+        def zero_grad(self, *args, **kwargs):
+            return super(self.__class__, self).zero_grad(*args, **kwargs)
+
+    optimizer = type("SGD", (inner.__class__,), dict(Distributed.__dict__))(inner.param_groups)
+    return optimizer
+
+
 class Calling(torch.optim.SGD):
     def step(self, closure=None):
         return super().step(closure)
@@ -298,6 +312,7 @@ MAKERS = {
     "delegating": lambda params: Delegating(sgd(params)),
     "step property": StepProperty,
     "several": Several,
+    "horovod": lambda params: horovod(sgd(params)),
     "calling": lambda params: Calling(params, lr=LR),
     "step set to a method": with_method,
     "step set to a partial": with_partial,

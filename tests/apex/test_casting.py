@@ -140,6 +140,17 @@ def test_layers_take_float32_where_another_method_than_forward_calls_them(level)
     assert model.encode(data()).dtype is FP32
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_forward_that_calls_super_by_its_objects_class(level):
+    class Derived(Net):
+        def forward(self, *args, **kwargs):
+            return super(self.__class__, self).forward(*args, **kwargs)
+
+    model, _ = start(level, model=Derived())
+    assert model(data())["seen"] is LOW_MODEL.get(level, FP32)
+    assert model.__class__ is Derived
+
+
 def test_forward_keeps_its_name_signature_and_doc():
     model, _ = start("O2", model=Net())
     assert model.forward.__doc__ == "Double up."
