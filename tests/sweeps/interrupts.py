@@ -82,3 +82,34 @@ def picked(count: int, most: int) -> list[int]:
         return list(range(1, count + 1))
     edge, step = most // 3, max(1, count // (most // 3))
     return sorted({*range(1, edge + 1), *range(edge, count, step), *range(count - edge + 1, count + 1)})
+
+
+class Steps:
+    """Counts the bytecodes of mpamp that run on this thread: what grows with them grows in time on any machine."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Steps:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(HOME):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
+        self.count += event == "opcode"
+        return self._step
+
+
+def count_steps(work: Callable[[], Any]) -> int:
+    """Return how many bytecodes of mpamp ``work`` runs."""
+    with Steps() as steps:
+        work()
+    return steps.count
