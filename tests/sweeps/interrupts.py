@@ -38,8 +38,13 @@ class Interrupt:
     """The number of the line, from 1 on; 0 only counts."""
     count: int = 0
     where: str = ""
-    is_at_start_of_exit: bool = False
-    """Whether it struck before ``__exit__`` of a region did anything: Python itself can't do better there."""
+    lines_of_exit: int | None = None
+    """How many lines had run since the latest ``__exit__`` began."""
+
+    @property
+    def is_at_start_of_exit(self) -> bool:
+        """Whether it struck before an exit could begin a ``try``, in itself or what it calls: Python has no better."""
+        return bool(self.where) and self.lines_of_exit is not None and self.lines_of_exit <= 2
 
     def __enter__(self) -> Interrupt:
         sys.settrace(self._call)
@@ -51,22 +56,21 @@ class Interrupt:
     def _call(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         if not frame.f_code.co_filename.startswith(HOME):
             return None
-        lines = 0
+        if frame.f_code.co_name == "__exit__":
+            self.lines_of_exit = 0
+        return self._line
 
-        def line(frame: FrameType, event: str, arg: Any) -> Any:
-            nonlocal lines
-            if event == "line" and frame.f_lasti not in ends_of_with(frame.f_code):
-                lines += 1
-                self.count += 1
-                if self.count == self.at:
-                    code = frame.f_code
-                    self.where = f"{code.co_filename[len(HOME) :]}:{frame.f_lineno} in {code.co_qualname}"
-                    self.is_at_start_of_exit = code.co_name == "__exit__" and lines == 1
-                    sys.settrace(None)
-                    raise self.error(f"at {self.where}")
-            return line
-
-        return line
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line" and frame.f_lasti not in ends_of_with(frame.f_code):
+            self.count += 1
+            if self.lines_of_exit is not None:
+                self.lines_of_exit += 1
+            if self.count == self.at:
+                code = frame.f_code
+                self.where = f"{code.co_filename[len(HOME) :]}:{frame.f_lineno} in {code.co_qualname}"
+                sys.settrace(None)
+                raise self.error(f"at {self.where}")
+        return self._line
 
 
 def count_lines(work: Callable[[], Any]) -> int:

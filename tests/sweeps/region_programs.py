@@ -60,8 +60,10 @@ class _Writer:
             if not node.body and not raises:
                 self.line("pass", indent + 1)
         elif kind == "decorated":
+            change = self.changed_rules(node, self.lines, "    " * indent)
             self.line(f"@{self.region(node)}", indent)
             self.function(f"block{name}", node.body, indent)
+            self.line(change, indent)
             self.line(f"x = block{name}(x)", indent)
         elif kind in ("parallel", "sequential"):
             for index, child in enumerate(node.body):
@@ -91,9 +93,17 @@ class _Writer:
         if node.kind == "absent":
             return "mpamp.autocast(absent_device)"
         if node.kind == "shared region" and not self.is_native:  # torch's own can't be entered again
-            self.constants.append(f"region{node.id} = {self.region(node)}")
+            change = self.changed_rules(node, self.constants)
+            self.constants += [f"region{node.id} = {self.region(node)}", change]
             return f"region{node.id}, region{node.id}"
         return self.region(node)
+
+    def changed_rules(self, node: Node, lines: list[str], indent: str = "") -> str:
+        """Keep a region's rules under a name; return what changes them, which no region made before may follow."""
+        if not (node.option("mutated") and node.option("ops")) or self.is_native:
+            return "pass"
+        lines.append(f"{indent}rules{node.id} = {node.option('ops')}")
+        return f"rules{node.id}.clear(); rules{node.id}.update({{'gelu': 'fp32', 'linear': 'promote'}})"
 
     def region(self, node: Node) -> str:
         options = dict(node.options)
@@ -108,7 +118,7 @@ class _Writer:
         if options.get("table") is not None:
             words += [f"ops=whole_tables[{options['table']}]"]
         elif options["ops"] is not None:
-            words += [f"ops={options['ops']}"]
+            words += [f"ops=rules{node.id}" if options.get("mutated") and options["ops"] else f"ops={options['ops']}"]
         return f"mpamp.autocast({', '.join(words)})"
 
     def call(self, node: Node, block: str) -> str:

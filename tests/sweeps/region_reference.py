@@ -101,24 +101,31 @@ class Reference:
             n: p for n, p in self.params.items() if n.startswith("shared")
         }
         start = _evaluate(leaf.before, {"x": x})
-        given = {"x": start, **names}
-        y = _evaluate(leaf.call, self.cast(leaf, given, state) if state.enabled else given)
+        given, call = {"x": start, **names}, leaf.call
+        policy = self.policy(leaf, state) if state.enabled else None
+        if policy == "fp32_set_opt_dtype":
+            call = call.replace("-1)", "-1, dtype=torch.float32)")
+        elif policy is not None:
+            given = self.cast(leaf, given, policy, state.dtype)
+        y = _evaluate(call, given)
         self.seen[node.id] = y.dtype
         return _evaluate(leaf.after, {"x": start, "y": y})
 
-    def cast(self, leaf: Leaf, given: dict[str, torch.Tensor], state: State) -> dict[str, torch.Tensor]:
-        policy = state.table.policy(leaf.op, state.dtype)
-        if policy is None and leaf.op in INNER:
-            policy = state.table.policy(INNER[leaf.op], state.dtype)
+    def policy(self, leaf: Leaf, state: State) -> str | None:
+        found = state.table.policy(leaf.op, state.dtype)
+        if found is None and leaf.op in INNER:
+            found = state.table.policy(INNER[leaf.op], state.dtype)
+        return None if found is None else found.value
+
+    def cast(
+        self, leaf: Leaf, given: dict[str, torch.Tensor], policy: str, lower: torch.dtype
+    ) -> dict[str, torch.Tensor]:
         used = {n: t for n, t in given.items() if n in leaf.call and t.dtype in CASTABLE}
-        name = None if policy is None else policy.value
         target = None
-        if name == "lower_precision_fp":
-            target = state.dtype
-        elif name in ("fp32", "fp32_set_opt_dtype", "fp32_append_dtype"):
+        if policy == "lower_precision_fp":
+            target = lower
+        elif policy == "fp32" or (policy == "promote" and len({t.dtype for t in used.values()}) > 1):
             target = torch.float32
-        elif name == "promote":
-            target = torch.float32 if len({t.dtype for t in used.values()}) > 1 else None
         return given if target is None else {**given, **{n: t.to(target) for n, t in used.items()}}
 
 

@@ -186,6 +186,8 @@ class Grower:
         inner = set(within)
         if kind in ("region", "decorated", "shared region"):
             options = self.region_options(within)
+            if kind != "region":
+                options += (("mutated", self.rng.random() < 0.3),)
         elif kind == "torch":
             options, inner = self.torch_options(), inner | {"plain"}
         elif kind in RECOMPUTED:
@@ -253,7 +255,15 @@ def grow(number: int, attempt: int = 0, **kwargs: Any) -> Tree:
 
 # -- Shrinking -----------------------------------------------------------------------------------------
 
-SIMPLEST = {"ops": None, "table": None, "persistent": False, "cache": True, "enabled": True, "selective": False}
+SIMPLEST = {
+    "ops": None,
+    "table": None,
+    "persistent": False,
+    "cache": True,
+    "enabled": True,
+    "selective": False,
+    "mutated": False,
+}
 
 
 def smaller(tree: Tree) -> Iterator[Tree]:
