@@ -283,21 +283,23 @@ def scopes_at_once(count: int) -> Callable[[], None]:
     return lambda: nest(count, torch.ones(2, 2, requires_grad=True)).float().sum().backward()
 
 
-MANY = {
-    f.__name__: f for f in (optimizers, scaled_optimizers, one_optimizer, containers, function_classes, scopes_at_once)
-}
+MANY = {f.__name__: f for f in (optimizers, scaled_optimizers, one_optimizer, containers, function_classes)}
 
 
 @pytest.mark.parametrize("name", MANY)
 def test_work_is_linear(name: str) -> None:
-    seen = []
-    for count in (10, 100):
-        work = MANY[name](count)
-        work()
-        seen.append(min(count_steps(work) for _ in range(2)))
-    few, many = seen
-    assert few > 0
-    assert many <= 11 * few, (few, many, many / few)
+    few, many = (steps_of(MANY[name](count)) for count in (10, 100))
+    assert 0 < many <= 11 * few, (few, many, many / few)
+
+
+def test_work_of_regions_in_each_other_is_linear() -> None:
+    few, many = (steps_of(scopes_at_once(count)) for count in (4, 40))
+    assert 0 < many <= 11 * few, (few, many, many / few)
+
+
+def steps_of(work: Callable[[], None]) -> int:
+    work()
+    return min(count_steps(work) for _ in range(2))
 
 
 # -- Memory --------------------------------------------------------------------------------------------

@@ -145,6 +145,60 @@ def _region(rules: dict[str, str] | None, *body: Node) -> Node:
     return Node("region", body, tuple(options.items()), 1)
 
 
+def _torchs(*body: Node) -> Node:
+    return Node("torch", body, (("dtype", "bfloat16"), ("enabled", True), ("cache", False)), 1)
+
+
+def _checkpoint(is_reentrant: bool, *body: Node) -> Node:
+    return Node("checkpoint", body, (("reentrant", is_reentrant),), 2)
+
+
+LINEAR_FP32, GELU_FP32 = {"linear": "fp32"}, {"gelu": "fp32"}
+_linear, _gelu, _busy = _leaf("linear", 5), _leaf("gelu", 6), Node("thread", (Node("busy", (Node("backward"),)),))
+
+
+def _in_region(rules: dict[str, str] | None, tree: Node) -> Node:
+    return Node("thread", (Node("busy", (_region(rules, tree),)),))
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("around", "inside", "backward"),
+    [
+        pytest.param(LINEAR_FP32, (_linear,), _busy, id="backward on a thread that had regions"),
+        pytest.param(None, (_linear,), _in_region(LINEAR_FP32, Node("backward")), id="backward in a region with rules"),
+        pytest.param(LINEAR_FP32, (_linear,), _in_region(None, Node("backward")), id="backward in a default region"),
+        pytest.param(None, (_linear, _region(LINEAR_FP32, _gelu)), Node("backward"), id="a region with rules inside"),
+        pytest.param(LINEAR_FP32, (_linear, _region(None, _gelu)), Node("backward"), id="a default region inside"),
+        pytest.param(LINEAR_FP32, (_torchs(_linear, _gelu),), Node("backward"), id="torch.autocast inside"),
+        pytest.param(LINEAR_FP32, (Node("inherit", (_linear,), (), 7),), _busy, id="inherited inside"),
+        pytest.param(
+            GELU_FP32, (Node("function", (_linear,), (("by", "third party"),), 7),), _busy, id="a Function inside"
+        ),
+        pytest.param(
+            None,
+            (Node("thread", (_region(LINEAR_FP32, _gelu),), (), 7), _linear),
+            _busy,
+            id="a thread with rules inside",
+        ),
+    ],
+)
+def test_known_trees(is_reentrant: bool, around: Any, inside: tuple[Node, ...], backward: Node) -> None:
+    root = Node("root", (_leaf("tanh", 3), _region(around, _leaf("silu", 4), _checkpoint(is_reentrant, *inside))))
+    tree = Tree(root, backward)
+    assert failure(tree) == "", program(tree)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_checkpoint_in_torchs_own_region_is_torchs(is_reentrant: bool) -> None:
+    """Also where a region of ours, with rules of its own, is over."""
+    ours = _region({"tensordot": "fp32", "linear": "fp32"}, _leaf("tanh", 3), _leaf("tensordot", 4))
+    torchs = _torchs(_checkpoint(is_reentrant, _leaf("tensordot", 5), _leaf("linear", 6)))
+    for roots in ((torchs,), (ours, torchs), (Node("thread", (ours,), (), 8), torchs)):
+        tree = Tree(Node("root", roots), Node("backward"))
+        assert failure(tree) == "", program(tree)
+
+
 def test_a_tree_is_told_by_its_number() -> None:
     assert valid(3) == valid(3)
     assert valid(3) != valid(4)
