@@ -18,13 +18,14 @@ HOME = os.path.dirname(mpamp.__file__) + os.sep
 
 @functools.cache
 def ends_of_with(code: CodeType) -> frozenset[int]:
-    """Return where blocks of ``with`` are left: Python lets no exception in before the context's exit is called."""
+    """Return where blocks of ``with`` are left: Python lets nothing in before the context's exit is called."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     ends = set()
     for index, step in enumerate(steps):
         first = index + (step.opname == "SWAP")
         nones = [s.opname == "LOAD_CONST" and s.argval is None for s in steps[first : first + 3]]
-        if nones == [True] * 3 and any("CALL" in s.opname for s in steps[first + 3 : first + 5]):
+        is_exit = nones == [True] * 3 and any("CALL" in s.opname for s in steps[first + 3 : first + 5])
+        if is_exit or [s.opname for s in steps[index : index + 2]] == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]:
             ends.add(step.offset)
     return frozenset(ends)
 
