@@ -1,4 +1,4 @@
-"""Raise an exception at one line of the library: at the n-th that a program runs, for every n."""
+"""Raise an exception at one place in the library: at the n-th that a program comes by, for every n."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -17,35 +17,28 @@ HOME = os.path.dirname(mpamp.__file__) + os.sep
 
 
 @functools.cache
-def ends_of_with(code: CodeType) -> frozenset[int]:
-    """Return where blocks of ``with`` are left: Python lets nothing in before the context's exit is called."""
-    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
-    ends = set()
-    for index, step in enumerate(steps):
-        first = index + (step.opname == "SWAP")
-        nones = [s.opname == "LOAD_CONST" and s.argval is None for s in steps[first : first + 3]]
-        is_exit = nones == [True] * 3 and any("CALL" in s.opname for s in steps[first + 3 : first + 5])
-        if is_exit or [s.opname for s in steps[index : index + 2]] == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]:
-            ends.add(step.offset)
-    return frozenset(ends)
+def opcodes(code: CodeType) -> dict[int, str]:
+    """Return the name of each instruction by its offset."""
+    return {step.offset: step.opname for step in dis.get_instructions(code)}
 
 
 @dataclass
 class Interrupt:
-    """Counts the lines of mpamp that run on this thread, and raises before one of them does."""
+    """Counts the places in mpamp, as this thread comes by, where Python lets an exception in, and raises at one.
+
+    Signals, such as that of Ctrl-C, are looked for where a function begins, after a call of C code, and where a loop
+    goes back; a RecursionError comes where a function begins.
+    """
 
     error: type[BaseException]
     at: int
-    """The number of the line, from 1 on; 0 only counts."""
+    """The number of the place, from 1 on; 0 only counts."""
     count: int = 0
     where: str = ""
-    lines_of_exit: int | None = None
-    """How many lines had run since the latest ``__exit__`` began."""
-
-    @property
-    def is_at_start_of_exit(self) -> bool:
-        """Whether it struck before an exit could begin a ``try``, in itself or what it calls: Python has no better."""
-        return bool(self.where) and self.lines_of_exit is not None and self.lines_of_exit <= 2
+    calls: int = 0
+    exits: list[FrameType] = field(default_factory=list)
+    is_at_start_of_exit: bool = False
+    """Whether it struck where an exit, or all that an exit does, begins: nothing in Python can be put before that."""
 
     def __enter__(self) -> Interrupt:
         sys.settrace(self._call)
@@ -55,34 +48,49 @@ class Interrupt:
         sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.startswith(HOME):
+        self.calls += 1
+        code = frame.f_code
+        if not code.co_filename.startswith(HOME):
             return None
-        if frame.f_code.co_name == "__exit__":
-            self.lines_of_exit = 0
-        return self._line
+        is_exit = code.co_name == "__exit__" or (self.exits[-1:] == [frame.f_back] and frame.f_back is not None)
+        self.exits = [frame] if code.co_name == "__exit__" else []
+        self._pass(frame, is_exit)
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        names, before, calls = opcodes(code), "", self.calls
 
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line" and frame.f_lasti not in ends_of_with(frame.f_code):
-            self.count += 1
-            if self.lines_of_exit is not None:
-                self.lines_of_exit += 1
-            if self.count == self.at:
-                code = frame.f_code
-                self.where = f"{code.co_filename[len(HOME) :]}:{frame.f_lineno} in {code.co_qualname}"
-                sys.settrace(None)
-                raise self.error(f"at {self.where}")
-        return self._line
+        def step(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal before, calls
+            if event == "opcode":
+                name = names.get(frame.f_lasti, "")
+                is_done = before.startswith("CALL") or (before.startswith("PRECALL") and not name.startswith("CALL"))
+                is_call = is_done and calls == self.calls
+                if is_call or before.startswith("JUMP_BACKWARD"):
+                    self.exits = []
+                    self._pass(frame, False)
+                before, calls = name, self.calls
+            return step
+
+        return step
+
+    def _pass(self, frame: FrameType, is_exit: bool) -> None:
+        self.count += 1
+        if self.count == self.at:
+            code = frame.f_code
+            self.where = f"{code.co_filename[len(HOME) :]}:{frame.f_lineno} in {code.co_qualname}"
+            self.is_at_start_of_exit = is_exit
+            sys.settrace(None)
+            raise self.error(f"at {self.where}")
 
 
-def count_lines(work: Callable[[], Any]) -> int:
-    """Return how many lines of mpamp ``work`` runs."""
+def count_places(work: Callable[[], Any]) -> int:
+    """Return at how many places of mpamp ``work`` can be interrupted."""
     with Interrupt(KeyboardInterrupt, 0) as counter:
         work()
     return counter.count
 
 
 def picked(count: int, most: int) -> list[int]:
-    """Return the numbers of the lines to raise at: all, or the first and last ones and some between."""
+    """Return the numbers of the places to raise at: all, or the first and last ones and some between."""
     if count <= most:
         return list(range(1, count + 1))
     edge, step = most // 3, max(1, count // (most // 3))

@@ -1,4 +1,4 @@
-"""An exception at any line inside of entering, leaving or carrying a region leaves none of its state."""
+"""An exception at any place inside of entering, leaving or carrying a region leaves none of its state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpamp
 
-from .interrupts import Interrupt, count_lines, picked
+from .interrupts import Interrupt, count_places, picked
 from .region_names import NAMES, call_on_thread
 from .region_runs import autocast_state, plain_dtypes
 from .test_exits import BF16, FP32, HALF, PLAIN, RULES
@@ -149,11 +149,11 @@ def left_by(program: Callable[[], Any], error: type[BaseException], at: int) -> 
     except TimeoutError:
         raise
     except Exception as problem:
-        return f"line {at}", f"a later region raises {problem!r}"
+        return f"place {at}", f"a later region raises {problem!r}"
 
 
 def check(name: str, error: type[BaseException], most: int, *, is_first: bool = False) -> None:
-    """Strike up to ``most`` lines of a program that has run before, or is the first since rules changed."""
+    """Strike up to ``most`` places of a program that has run before, or is the first since rules changed."""
     program = PROGRAMS[name]
 
     def get_ready() -> None:
@@ -163,7 +163,7 @@ def check(name: str, error: type[BaseException], most: int, *, is_first: bool = 
             call_on_thread(program)
 
     get_ready()
-    count = call_on_thread(lambda: count_lines(program))
+    count = call_on_thread(lambda: count_places(program))
     numbers = picked(count, most)
     found = {}
     for at in numbers:
@@ -172,25 +172,25 @@ def check(name: str, error: type[BaseException], most: int, *, is_first: bool = 
         if left:
             found[where] = left
     listed = "\n".join(f"{where}: {left}" for where, left in list(found.items())[:15])
-    assert not found, f"an exception leaves state at {len(found)} of {len(numbers)} lines:\n{listed}"
+    assert not found, f"an exception leaves state at {len(found)} of {len(numbers)} places:\n{listed}"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RecursionError])
 @pytest.mark.parametrize("name", ["region", "disabled", "rules", "nested", "around torch's"])
-def test_an_exception_at_any_line_leaves_nothing(name: str, error: type[BaseException]) -> None:
+def test_an_exception_at_any_place_leaves_nothing(name: str, error: type[BaseException]) -> None:
     check(name, error, 150)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RecursionError])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_exception_at_any_line_of_any_program_leaves_nothing(name: str, error: type[BaseException]) -> None:
+def test_an_exception_at_any_place_of_any_program_leaves_nothing(name: str, error: type[BaseException]) -> None:
     check(name, error, 400)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_exception_at_a_line_of_a_program_s_first_run_leaves_nothing(name: str) -> None:
+def test_an_exception_at_a_place_of_a_program_s_first_run_leaves_nothing(name: str) -> None:
     check(name, KeyboardInterrupt, 400, is_first=True)
 
 
@@ -222,7 +222,7 @@ def test_too_deep_a_recursion_leaves_nothing(name: str) -> None:
 # -- The check itself ----------------------------------------------------------------------------------
 
 
-def test_every_line_is_struck_once() -> None:
+def test_every_place_is_struck_once() -> None:
     def program() -> None:
         _inside(mpamp.autocast("cpu", BF16))
 
@@ -232,7 +232,7 @@ def test_every_line_is_struck_once() -> None:
         return interrupt.where
 
     program()
-    count = call_on_thread(lambda: count_lines(program))
+    count = call_on_thread(lambda: count_places(program))
     struck = {call_on_thread(lambda at=at: strike(at)) for at in range(1, count + 1)}  # type: ignore[misc]
     assert any("__enter__" in where for where in struck)
     assert any("__exit__" in where for where in struck)

@@ -94,7 +94,7 @@ def recomputed(world: World) -> None:
     def block(x: torch.Tensor) -> torch.Tensor:
         y = F.linear(x, weight)
         seen.append(y.dtype)
-        return y.float()
+        return F.gelu(y).float()  # saves what makes the recompute run to here
 
     ended = world.rules.ended
     x = torch.ones(4, 4, requires_grad=True)
