@@ -188,6 +188,14 @@ def test_two_regions_in_every_order(way: str) -> None:
     assert check(cases(KINDS, 2), WAYS[way]) == 3 * len(KINDS) ** 2
 
 
+def test_three_regions_in_every_order() -> None:
+    assert check(cases(FEW, 3), by_hand) == 15 * len(FEW) ** 3
+
+
+def test_three_tasks_in_every_order() -> None:
+    assert check(cases(("bf16", "disabled", "rules"), 3), by_tasks) == 15 * 27
+
+
 def test_two_devices_in_every_order() -> None:
     assert check(cases(("bf16", "rules", "xpu", "xpu disabled"), 2), by_hand, is_fake=True) == 3 * 16
 
