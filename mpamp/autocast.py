@@ -42,6 +42,7 @@ _get_dtype = torch.get_autocast_dtype
 _set_dtype = torch.set_autocast_dtype
 _get_cache = torch.is_autocast_cache_enabled
 _set_cache = torch.set_autocast_cache_enabled
+_has_function_modes = torch._C._is_torch_function_mode_enabled
 _thread = THREAD
 
 _NOT_READY = -1
@@ -179,7 +180,7 @@ def autocast(
         ...     print((a @ a).softmax(0).dtype)
         torch.float32
     """
-    if is_dynamo_compiling() or is_exporting():
+    if is_dynamo_compiling():
         return traced(_traced_contexts(device, dtype, enabled, ops))  # type: ignore[return-value]
     if device is None:
         device = _device_type(None)
@@ -251,6 +252,8 @@ class Region:
 
     def __enter__(self) -> Region:
         spec = self._spec
+        if _has_function_modes() and is_exporting():
+            _exporting().record_enter(spec.device, spec.enabled)
         if spec.ready != spec.device.version:
             if not spec.enabled:
                 return enter(self, [(_set_excluded, spec.key, True)])
@@ -316,6 +319,8 @@ class Region:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if _has_function_modes() and is_exporting():
+            _exporting().record_exit()
         state = _thread.state
         entries, scopes, entry, is_left = state.entries, state.scopes, None, False
         try:
@@ -379,6 +384,12 @@ def _is_fake(device_type: str) -> bool:
     return False
 
 
+def _exporting() -> Any:
+    from . import exporting  # not before: it imports torch's tracers
+
+    return exporting
+
+
 @run_while_tracing
 def _traced_contexts(device: str | torch.device | None, dtype: torch.dtype | None, enabled: bool, ops: Ops) -> Contexts:
     """Return the torch.autocast regions that carry a region of ours through a program."""
@@ -396,4 +407,5 @@ def _traced_contexts(device: str | torch.device | None, dtype: torch.dtype | Non
         table, run_dtype = spec.scope.table.override(lower, source="float32"), spec.device.backend.default_dtype
     mark = compose_mark(mark_here(), spec.device.type, table, is_compiled=True)
     install(spec.device, spec.scope.table if table is None else table, run_dtype)
-    return ((spec.device.type, run_dtype, True), *mark_contexts(mark))
+    # The carriers first: export looks for a mark where the device's own is entered.
+    return (*mark_contexts(mark), (spec.device.type, run_dtype, True))

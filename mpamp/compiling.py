@@ -81,11 +81,11 @@ def _one(device: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _four(device: Any, first: Any, second: Any, third: Any) -> Iterator[None]:
+def _four(first: Any, second: Any, third: Any, device: Any) -> Iterator[None]:
     with (
-        torch.autocast(device[0], dtype=device[1], enabled=device[2], cache_enabled=True),
         torch.autocast(first[0], dtype=first[1], enabled=first[2], cache_enabled=True),
         torch.autocast(second[0], dtype=second[1], enabled=second[2], cache_enabled=True),
         torch.autocast(third[0], dtype=third[1], enabled=third[2], cache_enabled=True),
+        torch.autocast(device[0], dtype=device[1], enabled=device[2], cache_enabled=True),
     ):
         yield

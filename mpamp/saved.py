@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .compiling import is_compiling
+from .compiling import is_compiling, is_dynamo_compiling
 from .entries import Restoring
 from .marks import NO_MARK, Change, changes_to, compose_mark
 from .registry import devices_in_use
@@ -49,11 +49,13 @@ class DeviceAutocast:
         """Return the calling thread's state; ``is_off`` keeps the dtype and says that nothing is autocast."""
         dtype = torch.get_autocast_dtype(device_type)
         enabled = not is_off and torch.is_autocast_enabled(device_type)
-        return cls(device_type, enabled, dtype, scope_now(device_type) if enabled and not is_compiling() else None)
+        return cls(
+            device_type, enabled, dtype, scope_now(device_type) if enabled and not is_dynamo_compiling() else None
+        )
 
     def restored(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the calling thread has this state."""
-        if is_compiling():
+        if is_dynamo_compiling() or (not self.enabled and is_compiling()):
             return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
         if not self.enabled:
             return _off(self.device_type)

@@ -583,7 +583,6 @@ def test_export_of_a_decorated_forward(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"ops": FULL_SOFTMAX}])
-@pytest.mark.xfail(strict=True, reason="strict export fails on a disabled island, with torch.autocast too")
 def test_strict_export_keeps_the_dtypes(x: Tensor, options: dict[str, Any]) -> None:
     net = Net(**options)
     assert dtypes(torch.export.export(net, (x,), strict=True).module()(x)) == dtypes(net(x))
