@@ -1,18 +1,20 @@
-"""Writes what the docs say of op tables when they are built, from the tables themselves.
+"""Writes what the docs say of op tables, from the tables themselves.
 
-A page holds a line such as ``<!-- table: default cpu -->`` where the rows of that table go.
+A page holds a line such as ``<!-- table: default cpu -->`` where the rows of that table go when the docs are built.
+``additions.md`` is a file, to be read without building anything: ``python docs/generate.py`` writes it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mpamp import oplists
 from mpamp.cli.output import dtype_name
 from mpamp.oplists import table_names
-from mpamp.optable import OpTable
+from mpamp.optable import OpTable, Row
 from mpamp.policy import CastPolicy
 
 DEVICES = ("cpu", "cuda", "xpu")
@@ -69,6 +71,34 @@ def families() -> str:
     return "\n".join([*lines, *(f"| `@{name}` | {_listed(ops)} |" for name, ops in sorted(oplists.families().items()))])
 
 
+def additions() -> str:
+    """Return the page of the rows that the default tables have and torch's don't."""
+    native, default = ({d: OpTable.named(name, d) for d in DEVICES} for name in ("native", "default"))
+    ops = sorted({op for d in DEVICES for op in default[d] if op not in native[d]})
+    counts = ", ".join(f"{sum(op not in native[d] for op in default[d])} on {d}" for d in DEVICES)
+    lines = [
+        "# What the default tables add",
+        "",
+        "Rows where torch's own tables have none, written by `docs/generate.py`: ops that raise on lower-precision or",
+        f"mixed arguments, or overflow: {counts}. `torch`: torch has the row; empty: the op isn't listed.",
+        "Rows that torch has and the default changes are in [the differences](differences.md).",
+        "",
+        f"| op | {' | '.join(DEVICES)} |",
+        f"|---|{'---|' * len(DEVICES)}",
+    ]
+    for op in ops:
+        cells = ["torch" if op in native[d] else _policies(default[d].get(op)) for d in DEVICES]
+        lines.append(f"| `{_short(op)}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _policies(row: Row | None) -> str:
+    if row is None:
+        return ""
+    cells = [f"{policy} in {dtype_name(dtype)}" for dtype, policy in row.by_dtype]
+    return ", ".join([*([] if row.policy is None else [str(row.policy)]), *cells])
+
+
 def _listed(ops: list[str]) -> str:
     return ", ".join(f"`{_short(op)}`" for op in ops)
 
@@ -78,3 +108,6 @@ def _short(op: str) -> str:
 
 
 _WRITERS: dict[str, Callable[..., str]] = {"names": names, "table": table, "diff": diff, "families": families}
+
+if __name__ == "__main__":
+    (Path(__file__).parent / "additions.md").write_text(additions(), encoding="utf-8")
