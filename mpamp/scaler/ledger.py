@@ -1,23 +1,17 @@
-"""Which gradients are unscaled since the last update, and to which a scaled one was added after that.
-
-Autograd says so: ``scale`` leaves a hook on the loss, and in a backward pass that comes after an unscaling, each
-parameter of it says when a gradient arrives there. A loop that unscales after its last backward pass pays for neither.
-"""
+"""Which gradients are unscaled since the last update, and to which a scaled one was added after that."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
-from ..compiling import is_dynamo_compiling, left_out_by_itself
 from ..errors import ScalerUsageError
 from .gradients import gradients_of, name_gradients, parameters_of, unique
+from .passes import Passes
 
 __all__ = ["Ledger", "Share"]
 
@@ -58,10 +52,10 @@ class _Record:
         self.state = state
         self.params = parameters_of(optimizer)
         self.grads = [_reference(param.grad) for param in self.params]
-        self.passes = ledger.passes
-        self.is_within = ledger.running > 0
+        self.passes = ledger.passes.count
+        self.is_within = ledger.passes.running > 0
         """Whether it was within a backward pass, as from a parameter's hook: others' gradients were to come."""
-        self.is_blind = not ledger.has_seen_losses
+        self.is_blind = not ledger.passes.has_seen_losses
         """Whether no loss was watched before: passes then go unseen, as where a subclass scales by itself."""
         self.skip: Tensor | None = None
         """Shape []; if it is 1, the fused kernel skipped and left the gradients scaled."""
@@ -80,14 +74,8 @@ class Ledger:
         self._unwatched: list[_Record] = []
         self._by_param: dict[int, _Entry] = {}
         self._by_grad: dict[int, _Entry] = {}
-        self._watched: dict[int, tuple[Any, ...]] = {}
+        self.passes = Passes(self)
         self._passes_before = 0
-        self.passes = 0
-        """Backward passes of scaled losses that have begun."""
-        self.running = 0
-        """Those of them that have not ended."""
-        self.has_seen_losses = False
-        """Whether a loss was ever scaled that says when a pass begins at it: a subclass may scale by itself."""
 
     # What the scaler says:
 
@@ -98,13 +86,11 @@ class Ledger:
         """
         if states is self._states:
             return
-        for _, *handles in self._watched.values():
-            for handle in handles:
-                handle.remove()
+        self.passes.leave()
         self._states = states
-        self._records, self._fresh, self._unwatched, self._watched = {}, [], [], {}
+        self._records, self._fresh, self._unwatched = {}, [], []
         self._by_param, self._by_grad = {}, {}
-        self._passes_before, self.running = self.passes, 0
+        self._passes_before = self.passes.count
 
     def open(self, states: dict[int, dict[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state. If it is a new one, made by the user, what it was like before is forgotten."""
@@ -145,7 +131,7 @@ class Ledger:
 
     def has_passed(self) -> bool:
         """Tell whether a backward pass of a scaled loss has begun since the last update."""
-        return self.passes > self._passes_before
+        return self.passes.count > self._passes_before
 
     def split(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Share]]:
         """Split an optimizer's gradients into the scaled ones, and shares of those that are unscaled.
@@ -185,7 +171,7 @@ class Ledger:
         if record is None or record.is_blind:
             return False
         params = parameters_of(optimizer)
-        is_quiet = record.passes == self.passes and not record.is_within
+        is_quiet = record.passes == self.passes.count and not record.is_within
         if is_quiet and list(map(id, record.params)) == list(map(id, params)):
             return False
         entries = [self._unscaled(optimizer, param, grad) for param in params if (grad := param.grad) is not None]
@@ -204,7 +190,7 @@ class Ledger:
         # Another tensor: put there by the user, or by a pass that doesn't end in the parameter, as under FSDP.
         if record.is_blind or (record.is_within and entry.grad is None):
             return None
-        if record.passes == self.passes or entry.at_pass is reference:
+        if record.passes == self.passes.count or entry.at_pass is reference:
             return entry
         if entry.at_pass is None:
             return None
@@ -231,79 +217,42 @@ class Ledger:
 
     # What autograd says:
 
-    def watch(self, output: Tensor, scale: Tensor, rescale: Callable[[Tensor, Tensor, Tensor | None], None]) -> None:
-        """Have a scaled loss say when a backward pass begins at it.
-
-        Args:
-            output: The scaled loss.
-            scale: The scaler's, shape [].
-            rescale: Multiplies a gradient by the scale, in place, unless the third argument is 1.
-        """
-        self.has_seen_losses = True
-        if output.grad_fn is not None:
-            output.grad_fn.register_prehook(partial(self._begin, partial(rescale, scale)))
-
-    @left_out_by_itself
-    def _begin(self, rescale: Callable[[Tensor, Tensor | None], None], _: Any) -> None:
-        if is_dynamo_compiling():  # compiled autograd, in which passes go unseen
-            return
-        self.has_seen_losses = True
-        self.passes += 1
-        self.running += 1
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        for record in self._unwatched:
+    def begins(self) -> list[Tensor]:
+        """Take note of a backward pass that begins; return the parameters whose gradients are to be told of."""
+        records, self._unwatched = self._unwatched, []
+        for record in records:
             for param in record.params:
                 entry = self._entry(param, None)
                 assert entry is not None
                 entry.at_pass = _reference(param.grad)
-                if id(param) not in self._watched and param.is_leaf and param.requires_grad:
-                    node = get_gradient_edge(param).node  # kept, for the parameter itself doesn't
-                    arrival = node.register_prehook(partial(_weakly(self._arrive), param, rescale))
-                    accumulated = param.register_post_accumulate_grad_hook(_weakly(self._accumulated))
-                    self._watched[id(param)] = (node, arrival, accumulated)
-        self._unwatched = []
+        return [param for record in records for param in record.params]
 
-    @left_out_by_itself
-    def _end(self) -> None:
-        self.running = max(0, self.running - 1)
+    def arrives(self, param: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Take note of a scaled gradient that is about to be added to what a parameter has.
 
-    @left_out_by_itself
-    def _arrive(self, param: Tensor, rescale: Callable[[Tensor, Tensor | None], None], _: Any) -> None:
-        """Scale what a parameter has before a scaled gradient is added to it: they are unscaled together."""
+        Returns:
+            What it has, if that is unscaled and so has to be scaled before, to be unscaled with the new one; and the
+            tensor that is 1 if it is scaled after all. Each may be None.
+        """
         grad = param.grad
         entry = self._entry(param, grad)
-        if entry is None or entry.is_scaled or not self.running:
-            return
+        if entry is None or entry.is_scaled:
+            return None, None
         entry.is_scaled = self._by_param[id(param)].is_scaled = True
-        if grad is not None:
-            rescale(grad, entry.skip)
+        return grad, entry.skip
 
-    @left_out_by_itself
-    def _accumulated(self, param: Tensor) -> None:
-        """Note unscaled gradients, and those without ``_arrive``: FSDP2 puts them there, and calls only this hook."""
+    def accumulated(self, param: Tensor, *, is_scaled: bool) -> None:
+        """Take note of a gradient that has been added: unscaled, or past ``arrives``, as FSDP2 adds it."""
         grad = param.grad
         entry = self._entry(param, grad)
         if grad is None or entry is None or entry.is_scaled:
             return
-        if not self.running:
+        if not is_scaled:
             entry.at_pass = weakref.ref(grad)
         elif entry.grad is weakref.ref(grad):
             entry.is_mixed = True
         else:
             entry.is_scaled = True
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a method that doesn't keep its object: the garbage collector sees no cycle through autograd's graph."""
-    reference = weakref.WeakMethod(method)
-
-    @left_out_by_itself
-    def call(*args: Any) -> None:
-        found = reference()
-        if found is not None:
-            found(*args)
-
-    return call
 
 
 def _reference(grad: Tensor | None) -> Reference:

@@ -47,7 +47,7 @@ class UnscalingPart(ScalerSettings):
     def _watched(self, loss: Tensor) -> Tensor:
         assert self._scale is not None
         self._ledger.begin(self._per_optimizer_states)
-        self._ledger.watch(loss, self._scale, kernels.rescale_)
+        self._ledger.passes.watch(loss, self._scale, kernels.rescale_)
         return loss
 
     def _scale_for(self, tensor: Tensor) -> Tensor:
