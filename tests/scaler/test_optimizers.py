@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpamp.scaler import GradScaler
 
@@ -190,6 +191,42 @@ def test_cost_is_linear_in_the_optimizers(way: str) -> None:
 
     few, many = cost(20), cost(160)
     assert 0 < many <= 8.5 * few
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops that reach a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("options", "more"), [({"foreach": False}, 3), ({"foreach": True}, 3), ({"fused": True}, 2)], ids=str
+)
+@pytest.mark.parametrize("clips", [False, True])
+def test_ops_beyond_torchs(options: dict[str, bool], more: int, clips: bool) -> None:
+    """They keep the history and the bounds of the scale, whatever the number of parameters."""
+
+    def count(make: Any, number: int) -> int:
+        params = [torch.nn.Parameter(torch.ones(3)) for _ in range(number)]
+        optimizer, scaler = torch.optim.Adam(params, **options), make("cpu")  # type: ignore[arg-type]
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(sum(p.sum() for p in params)).backward()
+            with Ops() as ops:
+                if clips:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(params, 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        return ops.count
+
+    for number in (1, 9):
+        expected = 3 if clips else more  # a fused optimizer that was unscaled before isn't handed the scale
+        assert count(GradScaler, number) - count(torch.amp.GradScaler, number) == expected
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}], ids=str)
