@@ -1,7 +1,7 @@
 """Which ops need a kernel of ours at a device's Autocast key, and putting it there or taking it away.
 
 Where a table's row is what torch's own C++ kernel does, and no cast has to be kept, torch's kernel runs and
-ours is not installed. ``codegen`` builds the others.
+ours is not installed; nor is it over a kernel of somebody else's, unless a rule asks. ``building`` makes the others.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 from torch._ops import OpOverload
 
 from . import scope as _scope
+from . import transforms
+from .building import Kernel, Nowhere, build, run_below
 from .carrying import serve_autograd
-from .codegen import Nowhere, build
 from .eligibility import find_overload, overload_name
+from .extensions import cover, surviving, watch
 from .locks import LOCK
 from .marks import marks_in_use
 from .oplists import load_table, table_names
@@ -43,8 +45,9 @@ _LEFT_TO_TORCH = {*_SAME_AS_TORCH, CastPolicy.LOWER_PRECISION_FP, CastPolicy.PRO
 
 _installed: dict[str, dict[str, torch.library.Library]] = {}
 _overridden: dict[str, set[str]] = {}
-"""Of those, the overloads that have a kernel of torch's, or a vendor's, under ours."""
-_planned: set[tuple[str, OpTable, torch.dtype]] = set()
+"""Of those, the overloads that have a kernel of torch's, or of somebody else's, under ours."""
+_planned: dict[tuple[str, OpTable, torch.dtype], bool] = {}
+"""Tables whose kernels are in place, and whether all of their ops exist by now."""
 
 
 # -- Which ops need a kernel of ours -----------------------------------------------------------------
@@ -57,35 +60,26 @@ def native_ops(device: DeviceState) -> set[str]:
     return (found - _installed.get(device.type, {}).keys()) | _overridden.get(device.type, set())
 
 
-def is_native(device: DeviceState, op: str) -> bool:
-    """Tell whether an overload has a kernel at the device's Autocast key that isn't ours."""
-    if op in _installed.get(device.type, {}):
-        return op in _overridden[device.type]
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op, device.key)
-
-
 @functools.cache
 def _native_policies(device_type: str) -> Mapping[str, Row]:
     return load_table("native", device_type) if "native" in table_names(device_type) else {}
 
 
 def needs_kernel(device: DeviceState, table: OpTable, dtype: torch.dtype) -> list[str]:
-    """Return the overloads that torch's own kernels don't serve as the table says in regions of ``dtype``."""
+    """Return the overloads that the kernels there don't serve as the table says in regions of ``dtype``."""
     native, policies = native_ops(device), _native_policies(device.type)
+    unlisted = {op for op in native if op in policies and op not in table}
     found = []
-    for op in sorted(native | set(table)):
-        row = table.get(op)
-        if op in native:
-            if row is None or not _is_torchs(op, row.at(dtype), policies.get(op)):
-                found.append(op)
-        elif row is not None and row.at(dtype) is not None and find_overload(op) is not None:
+    for op, row in table.items():
+        policy = row.at(dtype)
+        if policy is None or (op in native and _is_torchs(op, policy, policies.get(op))):
+            continue
+        if find_overload(op) is not None:
             found.append(op)
-    return found
+    return sorted(unlisted.union(found))
 
 
-def _is_torchs(op: str, policy: CastPolicy | None, native: Row | None) -> bool:
-    if policy is None:
-        return True
+def _is_torchs(op: str, policy: CastPolicy, native: Row | None) -> bool:
     if native is None or policy is not native.policy:
         return False
     return policy in _SAME_AS_TORCH or op in _CACHELESS
@@ -94,10 +88,11 @@ def _is_torchs(op: str, policy: CastPolicy | None, native: Row | None) -> bool:
 # -- Installing and withdrawing ----------------------------------------------------------------------
 
 
-def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> None:
+def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> bool:
     """Install what ``table`` needs in regions of ``dtype`` at the device's Autocast key; what is there stays.
 
     Where a module that registers Autocast kernels of its own has been imported since, ours go on top again.
+    Returns whether every op of the table exists; a library that is imported later may bring the others.
     """
     device.prepare()
     with LOCK:
@@ -107,29 +102,55 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> None:
         if device.type not in _installed:
             _installed[device.type], _overridden[device.type] = {}, set()
             _add_fallthrough(device)
-        if (device.type, table, dtype) not in _planned:
+        plan = (device.type, table, dtype)
+        if not _planned.get(plan, False):
             for op in needs_kernel(device, table, dtype):
                 if op not in _installed[device.type]:
                     _install_one(device, op)
-            _planned.add((device.type, table, dtype))
+            listed = [op for op, row in table.items() if row.at(dtype) is not None]
+            transforms.install(device, [*listed, *transforms.COMPOSED])
+            _planned[plan] = all(find_overload(op) is not None for op in table)
             mark_tag_stale()
         if not _tag.is_fresh:
             tag_compiler_caches()
             _tag.is_fresh = True
+        return _planned[plan]
 
 
 @functools.cache
 def _prepare_once() -> None:
-    from .exporting import serve_export  # not before: it imports torch's tracers
-
     watch_writes()
     serve_data_parallel()
     serve_autograd()
-    serve_export()
+    watch(_make_anew, _stay_on_top)
+
+
+def _make_anew(op: str) -> None:
+    """Make our kernel of an op anew, for its schema may be another one."""
+    with LOCK:
+        for device in _devices_with(op):
+            _installed[device.type].pop(op)._destroy()
+            _install_one(device, op)
+        transforms.make_anew(op)
+
+
+def _stay_on_top(key_name: str, op: str) -> None:
+    """Put our kernel back over one that has just been registered: the table decides in regions, that outside."""
+    with LOCK:
+        for device in _devices_with(op):
+            if device.key_name == key_name:
+                _installed[device.type].pop(op)._destroy()
+                _install_one(device, op, is_torchs=False)
+
+
+def _devices_with(op: str) -> list[DeviceState]:
+    from .registry import devices_in_use
+
+    return [device for device in devices_in_use() if op in _installed.get(device.type, {})]
 
 
 def _reinstall(device: DeviceState) -> None:
-    planned = [(t, dtype) for d, t, dtype in _planned if d == device.type]
+    planned = [(table, dtype) for type_, table, dtype in _planned if type_ == device.type]
     withdraw(device)
     for table, dtype in planned:
         install(device, table, dtype)
@@ -144,7 +165,9 @@ def withdraw(device: DeviceState, ops: Iterable[str] | None = None) -> None:
             _overridden[device.type].discard(op)
         if ops is None:
             _installed.pop(device.type, None)
-        _planned.difference_update({p for p in _planned if p[0] == device.type})
+            transforms.withdraw(device)
+        for plan in [p for p in _planned if p[0] == device.type]:
+            del _planned[plan]
         device.invalidate()
 
 
@@ -164,32 +187,54 @@ def installed(device_type: str) -> list[str]:
     return sorted(op for op in _installed.get(device_type, {}) if op != _FALLTHROUGH)
 
 
-def _install_one(device: DeviceState, name: str) -> None:
-    op = find_overload(name)
-    assert op is not None
-    is_native = torch._C._dispatch_has_kernel_for_dispatch_key(name, device.key)
-    row = _native_policies(device.type).get(name) if is_native else None
-    is_left = row is not None and row.policy in _LEFT_TO_TORCH and not device.has_vendor_kernels
-    torchs = row.policy if row is not None and is_left else None
-    kernel = build(device, op, _native_kernel(device, op) if is_native else None, torchs=torchs)
-    if is_native:
-        _overridden[device.type].add(name)
+def _install_one(device: DeviceState, name: str, *, is_torchs: bool = True) -> None:
+    """Install our kernel of one op; ``is_torchs`` is False where the kernel under it is known to be another's."""
+    found = torch._C._dispatch_has_kernel_for_dispatch_key(name, device.key)
+    (_overridden[device.type].add if found else _overridden[device.type].discard)(name)
     namespace, _, rest = name.partition("::")
     library = torch.library.Library(namespace, "IMPL")
+    kernel = _kernel(device, name, is_torchs=is_torchs)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*[Oo]verriding a previously registered kernel")
-        library.impl(rest, kernel, device.key_name, with_keyset=True, allow_override=True)
+        assert library.m is not None
+        library.m.impl(rest, device.key_name, kernel, True)  # not Library.impl: nobody else need know of ours
     _installed[device.type][name] = library
 
 
+def _kernel(device: DeviceState, name: str, *, is_torchs: bool) -> Kernel:
+    op, row = find_overload(name), _native_policies(device.type).get(name)
+    assert op is not None
+    is_torchs = is_torchs and row is not None and not device.has_vendor_kernels
+    native = _native_kernel(device, op) if name in _overridden[device.type] else None
+
+    below = run_below(device, op)
+    outside = below if native is None else native if is_torchs else surviving(native, below)
+    torchs = row.policy if row is not None and is_torchs and row.policy in _LEFT_TO_TORCH else None
+
+    def absent(scope: _scope.Scope, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # A table that doesn't list an op of torch's has taken it out; kernels of others it can't know.
+        run = below if row is not None and name not in scope.table else outside
+        return run(keys, *args, **kwargs)
+
+    if op.namespace != "aten":
+        cover(op, device.key)
+    return build(device, op, outside=outside, absent=absent, torchs=torchs)
+
+
 def _native_kernel(device: DeviceState, op: OpOverload) -> Callable[..., Any]:
-    """Return torch's own kernel for an op that ours goes on top of."""
+    """Return the kernel that ours goes on top of."""
     if hasattr(torch.library, "get_kernel"):
-        return torch.library.get_kernel(op, device.key).call_boxed  # not every key goes by name
+        return torch.library.get_kernel(op, device.key_name).call_boxed
     # Before torch 2.9 a kernel can't be had: follow the policy that torch's has.
     row = _native_policies(device.type).get(overload_name(op), Row(None))
     scope = _scope.Scope(OpTable.from_rows({overload_name(op): row}, name="native"), None)
-    return build(device, op, None, thread=Nowhere, resolve=lambda _: scope)
+    below = run_below(device, op)
+    absent = functools.partial(_ignore_scope, below)
+    return build(device, op, outside=below, absent=absent, thread=Nowhere, resolve=lambda _: scope)
+
+
+def _ignore_scope(run: Kernel, scope: _scope.Scope, /, *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
 
 
 _FALLTHROUGH = "_"
