@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from .castentries import Entries, Entry, filled, state_of
+from .castentries import Entries, Entry, state_of
 from .streams import Readiness
 
 __all__ = ["CacheInfo", "CastCache", "cache_info", "clear_cache", "forget", "is_weight", "storage_of"]
@@ -85,9 +85,13 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 # -- The cache -----------------------------------------------------------------------------------------
 
 
+_live: dict[int, weakref.ref[Entries]] = {}
+"""The entries of every thread's caches."""
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.entries = Entries()
+        self.entries = Entries(_live)
         self.casts = 0
 
 
@@ -232,6 +236,10 @@ def cache_info() -> CacheInfo:
     return CacheInfo(sum(c.casts for c in caches), sum(len(c.entries) for c in caches))
 
 
+def _filled() -> list[Entries]:
+    return [entries for ref in list(_live.values()) if (entries := ref())]
+
+
 def clear_cache() -> None:
     """Drop every kept cast, of all threads.
 
@@ -242,7 +250,7 @@ def clear_cache() -> None:
         >>> clear_cache()
     """
     _last_drop[0] = object()
-    for entries in filled():
+    for entries in _filled():
         entries.clear()
 
 
@@ -254,7 +262,7 @@ def forget(tensors: Iterable[Tensor], *, for_good: bool = False) -> None:
         for_good: Never keep a cast of a weight there again.
     """
     _last_drop[0] = object()  # before entries go: a cast that was begun before isn't kept after
-    caches = filled()
+    caches = _filled()
     if not caches and not for_good:
         return
     storages = [s for s in map(storage_of, tensors) if s is not None]

@@ -9,7 +9,7 @@ import torch
 
 from .streams import Readiness
 
-__all__ = ["Entries", "Entry", "filled", "state_of"]
+__all__ = ["Entries", "Entry", "state_of"]
 
 Tensor = torch.Tensor
 Key = tuple[int, torch.dtype]
@@ -59,10 +59,11 @@ class Entries(dict[Key, Entry]):
 
     __slots__ = ("__weakref__", "home", "keys_of")
 
-    def __init__(self) -> None:
+    def __init__(self, live: dict[int, weakref.ref[Entries]]) -> None:
+        """Make entries that are among ``live`` as long as they are."""
         super().__init__()
         number = id(self)
-        self.home = _live[number] = weakref.ref(self, lambda _: _live.pop(number, None))
+        self.home = live[number] = weakref.ref(self, lambda _: live.pop(number, None))
         self.keys_of: dict[int, dict[torch.dtype, int]] = {}
         """By storage: each dtype of its entries, and the weight's id."""
 
@@ -97,11 +98,3 @@ class Entries(dict[Key, Entry]):
             storage = entry.storage()
             if storage is None or not storage.nbytes():
                 self.forget(entry.number)
-
-
-_live: dict[int, weakref.ref[Entries]] = {}
-
-
-def filled() -> list[Entries]:
-    """Return the entries of every thread's caches that have some."""
-    return [entries for ref in list(_live.values()) if (entries := ref())]

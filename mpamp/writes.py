@@ -28,8 +28,10 @@ def watch_writes() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     register_optimizer_step_post_hook(_after_optimizer_step)
+    library = torch.library.Library("aten", "IMPL")
+    _libraries.append(library)  # kernels go with it
     for op in silent_ops():
-        _library.impl(overload_name(op).partition("::")[2], _telling(op), _KEY, with_keyset=True)
+        library.impl(overload_name(op).partition("::")[2], _telling(op), _KEY, with_keyset=True)
     _watch_counters_set_back()
 
 
@@ -38,7 +40,7 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs
     forget(p for group in optimizer.param_groups for p in group["params"])
 
 
-_library = torch.library.Library("aten", "IMPL")
+_libraries: list[torch.library.Library] = []
 
 
 def silent_ops() -> Iterator[OpOverload]:
