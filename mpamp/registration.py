@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .boundcast import BoundCast
+from .containers import is_container
 from .errors import OpTableError, nearest
 from .functions import casting
 from .locks import turn
@@ -114,8 +116,9 @@ def register(owner: Any, name: str, policy: CastPolicy) -> None:
             unregister(owner, name, present.policy)
         own = _own(owner, name)
         decorated = _decorate(owner, name, _inherited(owner, name) if own is _MISSING else own, policy)
-        function = getattr(decorated, "__func__", decorated)
-        function._mpamp_registration = _Registration(owner, policy, own, function)
+        if not isinstance(decorated, BoundCast):
+            function = getattr(decorated, "__func__", decorated)
+            function._mpamp_registration = _Registration(owner, policy, own, function)
         setattr(owner, name, decorated)
 
 
@@ -143,12 +146,21 @@ def _decorate(owner: Any, name: str, found: Any, policy: CastPolicy) -> Any:
     if isinstance(found, torch.nn.Module):
         raise TypeError(f"{name!r} of {_name(owner)} is a module: register its 'forward' instead.")
     try:
+        if inspect.ismethod(found) and found.__self__ is owner and _is_bindable(owner, name, found):
+            return BoundCast(owner, found.__func__, policy)  # type: ignore[arg-type]
         decorated = casting(found, policy)
     except TypeError as error:
         raise TypeError(f"{name!r} of {_name(owner)} can't be registered: {error}") from error
     # A class binds Python functions, but not built-in ones or other callables.
     is_static = isinstance(owner, type) and not hasattr(type(found), "__get__")
     return staticmethod(decorated) if is_static else decorated
+
+
+def _is_bindable(owner: Any, name: str, found: Any) -> bool:
+    """Tell whether a bound method is its class's plain one, on an object that isn't an argument to cast itself."""
+    if is_container(owner) or isinstance(owner, type | torch.Tensor) or not type(owner).__weakrefoffset__:
+        return False
+    return inspect.getattr_static(type(owner), name, None) is found.__func__ and inspect.isfunction(found.__func__)
 
 
 def _own(owner: Any, name: str) -> Any:
@@ -167,6 +179,9 @@ def _inherited(owner: Any, name: str) -> Any:
 
 def _registration(owner: Any, name: str) -> _Registration | None:
     attribute = _own(owner, name)
+    if isinstance(attribute, BoundCast):
+        is_its = attribute._owner() is owner
+        return _Registration(owner, attribute._policy, _MISSING, attribute) if is_its else None
     function = getattr(attribute, "__func__", attribute)
     found = getattr(function, "_mpamp_registration", None)
     is_ours = isinstance(found, _Registration) and found.owner is owner and found.function is function

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
+import inspect
+import io
 import math
+import pickle
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -398,3 +404,74 @@ def test_wrong_ops_policies_and_devices() -> None:
     with pytest.raises(mpamp.OpTableError, match="isn't registered for every device"):
         unregister_op(NAME)
     assert NAME not in mpamp.get_op_table("cpu")
+
+
+# -- Copies of an object that a function is registered on ------------------------------------------------------
+
+
+def _deepcopied(module: Any) -> Any:
+    return copy.deepcopy(module)
+
+
+def _pickled(module: Any) -> Any:
+    return pickle.loads(pickle.dumps(module))
+
+
+def _saved(module: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _averaged(module: Any) -> Any:
+    return torch.optim.swa_utils.AveragedModel(module).module
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("duplicate", [_deepcopied, _pickled, _saved, _averaged])
+def test_a_copy_runs_its_own_weights(duplicate: Any, inner: bool) -> None:
+    layer = torch.nn.Linear(2, 2, bias=False)
+    register_float_function(layer, "forward")
+    module = torch.nn.Sequential(layer) if inner else layer
+    other = duplicate(module)
+    (mine,), (its,) = module.parameters(), other.parameters()
+    with torch.no_grad():
+        mine.fill_(1.0)
+        its.fill_(2.0)
+    x = torch.ones(1, 2, dtype=BRAIN)
+    with mpamp.autocast("cpu", dtype=BRAIN):
+        assert (module(x).tolist(), other(x).tolist()) == ([[2.0, 2.0]], [[4.0, 4.0]])
+        assert (module(x).dtype, other(x).dtype) == (FULL, FULL)
+    copied = other[0] if inner else other
+    unregister_float_function(copied, "forward")
+    with mpamp.autocast("cpu", dtype=BRAIN):
+        assert (module(x).dtype, other(x).dtype) == (FULL, BRAIN)
+
+
+def test_an_object_is_freed_with_its_registration() -> None:
+    layer = torch.nn.Linear(2, 2)
+    register_float_function(layer, "forward")
+    reference = weakref.ref(layer)
+    gc.disable()
+    try:
+        del layer
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_a_registered_method_shows_what_it_was() -> None:
+    layer = torch.nn.Linear(2, 2)
+    before = inspect.signature(layer.forward)
+    register_float_function(layer, "forward")
+    assert inspect.signature(layer.forward) == before
+    assert (layer.forward.__name__, layer.forward.__self__) == ("forward", layer)
+
+
+def test_a_compiled_module_with_a_registered_forward() -> None:
+    layer = torch.nn.Linear(2, 2)
+    register_float_function(layer, "forward")
+    x = torch.ones(1, 2, dtype=BRAIN)
+    with mpamp.autocast("cpu", dtype=BRAIN):
+        assert torch.compile(layer, backend="eager")(x).dtype is FULL
