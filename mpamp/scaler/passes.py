@@ -70,7 +70,7 @@ class Passes:
             return
         self.count += 1
         self.running += 1
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        _call_at_the_end(self._end)
         for param in self._listener.begins():
             if id(param) not in self._followed and param.is_leaf and param.requires_grad:
                 node = get_gradient_edge(param).node  # kept, for the parameter itself doesn't
@@ -80,6 +80,10 @@ class Passes:
 
     @left_out_by_itself
     def _end(self) -> None:
+        _call_at_the_end(self._end_last)  # after what was queued in the pass, such as FSDP2's reduction of gradients
+
+    @left_out_by_itself
+    def _end_last(self) -> None:
         self.running = max(0, self.running - 1)
 
     @left_out_by_itself
@@ -92,6 +96,10 @@ class Passes:
     @left_out_by_itself
     def _accumulated(self, param: Tensor) -> None:
         self._listener.accumulated(param, is_scaled=self.running > 0)
+
+
+def _call_at_the_end(function: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
+from mpamp.errors import ScalerUsageError
 from mpamp.scaler import GradScaler
 
 RANK = int(sys.argv[1])
@@ -112,6 +113,31 @@ def both(wrapper: str, adam: str, way: str) -> dict[str, Any]:
     return {**found, "distance": max((abs(a - b) for a, b in pairs), default=0.0)}
 
 
+def late(wrapper: str, zeroes: bool | None) -> str:
+    """Train with a backward pass after ``unscale_``; say whether that gives what training without a scaler gives."""
+    found = []
+    for enabled in (True, False):
+        model = WRAPPERS[wrapper]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        group = dist.group.WORLD if enabled and "fsdp1" in wrapper else None
+        scaler = GradScaler(DEVICE.type, init_scale=8.0, enabled=enabled, process_group=group)
+        x = torch.full((2, 4), RANK + 1.0, device=DEVICE)
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            if zeroes is not None:
+                optimizer.zero_grad(set_to_none=zeroes)
+            scaler.scale(model(x).mean()).backward()
+            try:
+                scaler.step(optimizer)
+            except ScalerUsageError:
+                return "refused"
+            scaler.update()
+        found.append(parts(model))
+    return "equal" if found[0] == found[1] else f"differ: {found}"
+
+
 def parameter(grad: torch.Tensor) -> nn.Parameter:
     param = nn.Parameter(torch.zeros_like(grad))
     param.grad = grad
@@ -201,6 +227,7 @@ def main() -> None:
             for adam in ADAMS:
                 for way in WAYS:
                     found[f"{wrapper}/{adam}/{way}"] = both(wrapper, adam, way)
+        found["late"] = {f"{w}/{z}": late(w, z) for w in WRAPPERS for z in (None, True, False)}
         found.update(mixtures())
         found.update(without_kernels())
         found["names"] = report_names_without_a_collective()

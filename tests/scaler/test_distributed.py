@@ -80,6 +80,14 @@ def test_every_rank_skips_and_has_the_same_scale(reports: Reports, wrapper: str,
     assert any(not report[f"{wrapper}/{adam}/{way}"]["unchanged"][0] for report in reports)
 
 
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("zeroes", [None, True, False])
+def test_gradients_that_come_after_unscaling(reports: Reports, wrapper: str, zeroes: bool | None) -> None:
+    """FSDP2 adds gradients by itself: to none, they are scaled; to unscaled ones, nobody can tell them apart."""
+    expected = "refused" if wrapper == "fsdp2" and zeroes is not True else "equal"
+    assert [report["late"][f"{wrapper}/{zeroes}"] for report in reports] == [expected] * 2
+
+
 @pytest.mark.parametrize("name", GOOD)
 def test_mixed_gradients_are_unscaled(reports: Reports, name: str) -> None:
     for report in reports:
