@@ -17,8 +17,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode, ProxyTorchDispatchMode
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils import _pytree
-from torch.utils._python_dispatch import autograd_would_have_decomposed
+from torch.utils import _python_dispatch, _pytree
 
 from .eligibility import overload_name
 from .kernels import is_native
@@ -32,8 +31,6 @@ _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode
 _OPEN = "_mpamp_regions"
 _SHIELD = "mpamp_shield"
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-
-
 _function: Any = PreDispatchTorchFunctionMode.__torch_function__
 _exit: Any = PreDispatchTorchFunctionMode.__exit__
 _dispatch: Any = ProxyTorchDispatchMode.__torch_dispatch__
@@ -200,8 +197,14 @@ def _in_kernel(device: DeviceState) -> Iterator[None]:
         scopes[device.index] = scope
 
 
+_would_decompose: Any = getattr(_python_dispatch, "autograd_would_have_decomposed", None)  # torch 2.8 has none
+
+
 def _is_made_of_ops(func: OpOverload, args: Any, kwargs: Any) -> bool:
-    return func._can_decompose() and autograd_would_have_decomposed(func, _tensors(args, kwargs))
+    """Tell whether an op runs as others, for it has no kernel of its own on the arguments' device."""
+    if not func._can_decompose():
+        return False
+    return _would_decompose is None or _would_decompose(func, _tensors(args, kwargs))
 
 
 def _casts_inside(func: OpOverload, args: Any, kwargs: Any) -> bool:
