@@ -11,6 +11,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._ops import OpOverload
@@ -46,8 +47,8 @@ _LEFT_TO_TORCH = {*_SAME_AS_TORCH, CastPolicy.LOWER_PRECISION_FP, CastPolicy.PRO
 _installed: dict[str, dict[str, torch.library.Library]] = {}
 _overridden: dict[str, set[str]] = {}
 """Of those, the overloads that have a kernel of torch's, or of somebody else's, under ours."""
-_planned: dict[tuple[str, OpTable, torch.dtype], bool] = {}
-"""Tables whose kernels are in place, and whether all of their ops exist by now."""
+_planned: dict[str, WeakKeyDictionary[OpTable, dict[torch.dtype, bool]]] = {}
+"""By device type, the tables in use whose kernels are in place for a region dtype, and whether all their ops exist."""
 
 
 # -- Which ops need a kernel of ours -----------------------------------------------------------------
@@ -102,19 +103,19 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> bool:
         if device.type not in _installed:
             _installed[device.type], _overridden[device.type] = {}, set()
             _add_fallthrough(device)
-        plan = (device.type, table, dtype)
-        if not _planned.get(plan, False):
+        planned = _planned.setdefault(device.type, WeakKeyDictionary()).setdefault(table, {})
+        if not planned.get(dtype, False):
             for op in needs_kernel(device, table, dtype):
                 if op not in _installed[device.type]:
                     _install_one(device, op)
             listed = [op for op, row in table.items() if row.at(dtype) is not None]
             transforms.install(device, [*listed, *transforms.COMPOSED])
-            _planned[plan] = all(find_overload(op) is not None for op in table)
+            planned[dtype] = all(find_overload(op) is not None for op in table)
             mark_tag_stale()
         if not _tag.is_fresh:
             tag_compiler_caches()
             _tag.is_fresh = True
-        return _planned[plan]
+        return planned[dtype]
 
 
 @functools.cache
@@ -150,7 +151,7 @@ def _devices_with(op: str) -> list[DeviceState]:
 
 
 def _reinstall(device: DeviceState) -> None:
-    planned = [(table, dtype) for type_, table, dtype in _planned if type_ == device.type]
+    planned = [(table, dtype) for table, dtypes in _planned.get(device.type, {}).items() for dtype in dtypes]
     withdraw(device)
     for table, dtype in planned:
         install(device, table, dtype)
@@ -166,8 +167,7 @@ def withdraw(device: DeviceState, ops: Iterable[str] | None = None) -> None:
         if ops is None:
             _installed.pop(device.type, None)
             transforms.withdraw(device)
-        for plan in [p for p in _planned if p[0] == device.type]:
-            del _planned[plan]
+        _planned.pop(device.type, None)
         device.invalidate()
 
 

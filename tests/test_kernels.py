@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import textwrap
+import weakref
 
 import pytest
 import torch
@@ -95,6 +97,18 @@ def test_installing_twice_adds_nothing(cpu):
     before = kernels.installed("cpu")
     kernels.install(cpu, cpu.table, BF16)
     assert kernels.installed("cpu") == before
+
+
+def test_no_table_is_kept_by_the_kernels_that_it_asked_for() -> None:
+    def used(policy: str) -> weakref.ref[mpamp.OpTable]:
+        table = mpamp.OpTable({"gelu": policy, "cosh": "fp32"}, name=policy)
+        for dtype in (torch.bfloat16, torch.float16):
+            kernels.install(device_state("cpu"), table, dtype)
+        return weakref.ref(table)
+
+    tables = [used(policy) for policy in ("fp32", "lower_precision_fp", "promote")]
+    gc.collect()
+    assert [table() for table in tables] == [None] * 3
 
 
 def test_a_vendor_module_may_be_imported_where_no_kernel_is_planned(cpu, monkeypatch):
