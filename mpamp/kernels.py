@@ -61,6 +61,13 @@ def native_ops(device: DeviceState) -> set[str]:
     return (found - _installed.get(device.type, {}).keys()) | _overridden.get(device.type, set())
 
 
+def is_native(device: DeviceState, op: str) -> bool:
+    """Tell whether an overload has a kernel at the device's Autocast key that isn't ours."""
+    if op in _installed.get(device.type, {}):
+        return op in _overridden[device.type]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, device.key)
+
+
 @functools.cache
 def _native_policies(device_type: str) -> Mapping[str, Row]:
     return load_table("native", device_type) if "native" in table_names(device_type) else {}
@@ -120,9 +127,12 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _prepare_once() -> None:
+    from .exporting import serve_export  # not before: it imports torch's tracers
+
     watch_writes()
     serve_data_parallel()
     serve_autograd()
+    serve_export()
     watch(_make_anew, _stay_on_top)
 
 
