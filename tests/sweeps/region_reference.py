@@ -104,7 +104,7 @@ class Reference:
         given, call = {"x": start, **names}, leaf.call
         policy = self.policy(leaf, state) if state.enabled else None
         if policy == "fp32_set_opt_dtype":
-            call = call.replace("-1)", "-1, dtype=torch.float32)")
+            call = f"{call[:-1]}, dtype=torch.float32)"
         elif policy is not None:
             given = self.cast(leaf, given, policy, state.dtype)
         y = _evaluate(call, given)

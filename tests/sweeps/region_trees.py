@@ -186,10 +186,11 @@ class Grower:
         inner = set(within)
         if kind in ("region", "decorated", "shared region"):
             options = self.region_options(within)
+            inner = (inner - {"float32"}) | ({"float32"} if dict(options)["dtype"] == "float32" else set())
             if kind != "region":
                 options += (("mutated", self.rng.random() < 0.3),)
         elif kind == "torch":
-            options, inner = self.torch_options(), inner | {"plain"}
+            options, inner = self.torch_options(), (inner | {"plain"}) - {"float32"}
         elif kind in RECOMPUTED:
             options, inner = self.recompute_options(kind, within), inner | {"recomputed"}
         elif kind == "thread":
@@ -236,6 +237,8 @@ class Grower:
     def recompute_options(self, kind: str, within: frozenset[str]) -> tuple[tuple[str, Any], ...]:
         if kind == "function":
             kinds = ["third party", "torch.amp"] + ["mpamp", "mpamp float32"] * (not self.is_native)
+            if "float32" in within:
+                kinds.remove("third party")  # torch.autocast, which it enters, refuses float32
             return (("by", self.rng.choice(kinds)),)
         is_reentrant = self.rng.random() < 0.5 and "compiled" not in within
         options: list[tuple[str, Any]] = [("reentrant", is_reentrant)]
