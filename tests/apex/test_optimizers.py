@@ -47,6 +47,24 @@ def test_torchs_optimizers_step_as_by_hand(level, name, per_step):
     stepping.check(level, make, per_step=per_step, with_closure=name == "LBFGS")
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_sparse_gradients(level):
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.25)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    settle()
+    for bad in (False, True):
+        before = next(amp.master_params(optimizer)).detach().clone()
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.tensor([1])).sum() * (float("inf") if bad else 1.0), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        change = (next(amp.master_params(optimizer)) - before).detach()
+        torch.testing.assert_close(change[1], torch.full((2,), 0.0 if bad else -0.25))
+        assert change[[0, 2, 3]].abs().max() == 0
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 512.0
+
+
 # -- Steps replaced, fetched and called otherwise ----------------------------------------------------
 
 
