@@ -42,6 +42,7 @@ _get_dtype = torch.get_autocast_dtype
 _set_dtype = torch.set_autocast_dtype
 _get_cache = torch.is_autocast_cache_enabled
 _set_cache = torch.set_autocast_cache_enabled
+_has_function_modes = torch._C._is_torch_function_mode_enabled
 _thread = THREAD
 
 _NOT_READY = -1
@@ -179,7 +180,7 @@ def autocast(
         ...     print((a @ a).softmax(0).dtype)
         torch.float32
     """
-    if is_dynamo_compiling() or is_exporting():
+    if is_dynamo_compiling():
         return traced(_traced_contexts(device, dtype, enabled, ops))  # type: ignore[return-value]
     if device is None:
         device = _device_type(None)
@@ -251,14 +252,14 @@ class Region:
 
     def __enter__(self) -> Region:
         spec = self._spec
+        if _has_function_modes() and is_exporting():
+            _exporting().record_enter(spec.device, spec.enabled)
         if spec.ready != spec.device.version:
             if not spec.enabled:
-                enter(self, [(_set_excluded, spec.key, True)])
-                return self
+                return enter(self, [(_set_excluded, spec.key, True)])
             casts, spec = self._prepare()
             if not casts:
-                enter(self, [])
-                return self
+                return enter(self, [])
         state, task = _thread.state, graph_task()
         scopes, put, entries, flag = state.scopes, state.put, state.entries, _get_cache()
         keys = CARRIERS.keys
@@ -278,8 +279,7 @@ class Region:
             if outer is NO_MARK:
                 make_way()
             changes: list[Change] = [(put, index, scope), (put, MARK, mark), (_set_dtype, spec.type, spec.dtype)]
-            enter(self, [*changes, *changes_to(mark), (_set_excluded, key, False)], False)
-            return self
+            return enter(self, [*changes, *changes_to(mark), (_set_excluded, key, False)], False)
         dtype = _get_dtype(spec.type)
         is_off, before, own, is_first = _is_excluded(key), scopes[index], scopes[MARK], outer is NO_MARK
         entry: list[Any] = [self, flag, (key, is_off, spec.type, dtype, index, before, own, keys[0], is_first)]
@@ -293,6 +293,7 @@ class Region:
             if is_first:
                 _set_excluded(keys[0], False)
             _set_excluded(key, False)
+            return self
         except BaseException:
             _set_excluded(key, is_off)
             _set_excluded(keys[0], is_first)
@@ -303,7 +304,6 @@ class Region:
             if entries and entries[-1] is entry:
                 entries.pop()
             raise
-        return self
 
     def _prepare(self) -> tuple[bool, _Spec]:
         """Return whether the region casts on this machine, and what it is by the device's rules of now."""
@@ -319,26 +319,29 @@ class Region:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if _has_function_modes() and is_exporting():
+            _exporting().record_exit()
         state = _thread.state
-        entries, scopes = state.entries, state.scopes
-        entry = entries[-1] if entries else None
-        if entry is None or entry[0] is not self or type(entry[2]) is not tuple:
-            leave(self)
-            return
-        key, is_off, name, dtype, index, before, own, first, is_first = entry[2]
+        entries, scopes, entry, is_left = state.entries, state.scopes, None, False
         try:
-            _set_excluded(key, is_off)
-            if is_first:
-                _set_excluded(first, True)
-            scopes[index], scopes[MARK] = before, own
-            _set_dtype(name, dtype)
-            _set_cache(entry[1])
-            entries.pop()
+            entry = entries[-1] if entries else None
+            if entry is not None and entry[0] is self and type(entry[2]) is tuple:
+                key, is_off, name, dtype, index, before, own, first, is_first = entry[2]
+                _set_excluded(key, is_off)
+                if is_first:
+                    _set_excluded(first, True)
+                scopes[index], scopes[MARK] = before, own
+                _set_dtype(name, dtype)
+                _set_cache(entry[1])
+                entries.pop()
+                is_left = True
         except BaseException:
-            if entries and entries[-1] is entry:
+            if entries and entries[-1][0] is self and (entry is None or entries[-1] is entry):
                 leave(self)
             raise
-        if not entries and state.casts:
+        if not is_left:
+            leave(self)
+        elif not entries and state.casts:
             state.casts.clear()
 
     @overload
@@ -381,6 +384,12 @@ def _is_fake(device_type: str) -> bool:
     return False
 
 
+def _exporting() -> Any:
+    from . import exporting  # not before: it imports torch's tracers
+
+    return exporting
+
+
 @run_while_tracing
 def _traced_contexts(device: str | torch.device | None, dtype: torch.dtype | None, enabled: bool, ops: Ops) -> Contexts:
     """Return the torch.autocast regions that carry a region of ours through a program."""
@@ -398,4 +407,5 @@ def _traced_contexts(device: str | torch.device | None, dtype: torch.dtype | Non
         table, run_dtype = spec.scope.table.override(lower, source="float32"), spec.device.backend.default_dtype
     mark = compose_mark(mark_here(), spec.device.type, table, is_compiled=True)
     install(spec.device, spec.scope.table if table is None else table, run_dtype)
-    return ((spec.device.type, run_dtype, True), *mark_contexts(mark))
+    # The carriers first: export looks for a mark where the device's own is entered.
+    return (*mark_contexts(mark), (spec.device.type, run_dtype, True))

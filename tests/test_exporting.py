@@ -182,6 +182,15 @@ def decorated(m: Model, x: Tensor) -> Any:
     return m.first(x), (x @ x).softmax(0)
 
 
+def made_before(m: Model, x: Tensor) -> Any:
+    """Regions that aren't made while the program is traced."""
+    with RULED, OFF:
+        off = x @ x
+    with region(dtype=HALF), RULED:
+        return off, x @ x, (x @ x).softmax(0)
+
+
+RULED, OFF = region(ops=FULL_SOFTMAX), region(enabled=False)
 PLACES = (nested, plain_inside, plain_outside, off_outside, branches, grad_modes, decorated)
 OPS = (own_rows, rules, half, composites, kinds, sizes_from_data)
 PROGRAMS = {f.__name__: f for f in (*OPS, *PLACES)}
@@ -255,6 +264,20 @@ def test_the_casts_are_in_the_graph(run: Any, strict: bool, x: Tensor, elsewhere
         assert_same(leaves(each.module()(x)), expected)
         assert_same(elsewhere(each, x), expected)
     assert _autocast_state() == OUTSIDE
+
+
+def test_regions_made_before_the_export(x: Tensor, elsewhere: Any) -> None:
+    def run(m: Model, x: Tensor) -> Any:
+        with plain():
+            with OFF:
+                off = x @ x
+            with RULED:
+                return off, x @ x, (x @ x).softmax(0)
+
+    for model in (Model(made_before), Model(run)):
+        program = torch.export.export(model, (x,), strict=False)
+        assert_same(leaves(program.module()(x)), leaves(model(x)))
+        assert_same(elsewhere(program, x), leaves(model(x)))
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
