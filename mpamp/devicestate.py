@@ -65,8 +65,8 @@ class DeviceState:
         table = backend.op_table()
         if not isinstance(table, OpTable):
             raise TypeError(f"op_table() of {backend!r} is {table!r}, not a mpamp.OpTable.")
-        rows = {**table, **_unlisted(self.key_name, table)}
         with LOCK:
+            rows = {**table, **_unlisted(self.key_name, table)}
             self.backend, self.base = backend, OpTable.from_rows(rows, name=table.name, device=self.type)
             self._is_prepared = False
             self._change()

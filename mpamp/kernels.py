@@ -22,7 +22,7 @@ from .building import Kernel, Nowhere, build, run_below
 from .carrying import serve_autograd
 from .eligibility import find_overload, overload_name
 from .extensions import cover, surviving, watch
-from .locks import LOCK
+from .locks import LOCK, burst
 from .marks import marks_in_use
 from .oplists import load_table, table_names
 from .optable import OpTable, Row
@@ -103,7 +103,7 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> bool:
     Returns whether every op of the table exists; a library that is imported later may bring the others.
     """
     device.prepare()
-    with LOCK:
+    with burst(), LOCK:
         _prepare_once()
         if device.type in _installed and device.see_modules():
             _reinstall(device)

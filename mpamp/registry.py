@@ -14,7 +14,7 @@ import torch
 from .backends.base import Backend
 from .devicestate import DeviceState
 from .errors import PluginConflictError
-from .locks import LOCK, turn
+from .locks import LOCK, burst, turn
 from .marks import forget_compiled_code as reset_compiler
 from .marks import retire_carrier
 from .optable import OpTable, Row
@@ -52,7 +52,7 @@ def device_state(device_type: str) -> DeviceState:
         if found.missing_plugins:
             settle(found)
         return found
-    with turn():
+    with turn(), burst():
         asking = _asking.get((device_type, threading.get_ident()))
         if asking is not None:
             return asking

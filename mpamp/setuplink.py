@@ -7,8 +7,10 @@ Functions are found when forward is first called: their ``setup_context`` runs r
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -51,6 +53,10 @@ class SetupLink:
         found = [f for root in self._roots for f in (root, *_subclasses(root)) if self._is_of(f)]
         return sum(self._wrap(function) for function in found) > 0
 
+    def watch_one(self, function: Any) -> bool:
+        """Do so for one Function, if it is one of the link's."""
+        return self._is_of(function) and self._wrap(function)
+
     def _is_of(self, function: Any) -> bool:
         found: Any = function.forward
         while found is not None and found is not self.forward:
@@ -69,15 +75,27 @@ class SetupLink:
         return True
 
 
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
 def watch(key: int) -> bool:
-    """Have the link of that key watch its Functions, and tell what it tells."""
-    return _links[key].watch()
+    """Wrap the ``setup_context`` of the Function whose ``apply`` calls the forward of the link of that key.
+
+    Tell whether there is one. It costs the same however many Functions there are, but in functorch's transforms,
+    which call the forward for Functions that they generate.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return _links[key].watch()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None and _links[key].watch_one(frame.f_locals["cls"])
 
 
 @run_while_tracing
 def watch_while_tracing(key: int) -> None:
     """Have the link of that key watch its Functions while Dynamo is tracing its forward."""
-    watch(key)
+    _links[key].watch()
     if _links[key].is_new:  # Dynamo has read setup_context already
         from torch._dynamo.exc import RestartAnalysis
 

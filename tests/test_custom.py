@@ -776,3 +776,34 @@ def test_compiled_as_eager(style: str, options: Any, region: str, place: str, ba
     assert run(function, compiled) == run(function, lambda f: f)  # compiled before its first eager call
     torch._dynamo.reset()
     assert run(function, compiled) == run(function, lambda f: f)
+
+
+def test_the_cost_of_a_call_does_not_depend_on_the_number_of_functions() -> None:
+    import sys
+
+    class F(Function):
+        @staticmethod
+        @custom_fwd(cast_inputs=HALF)
+        def forward(x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.seen = inputs[0].dtype
+
+    def calls() -> int:
+        counted: list[str] = []
+        with mpamp.autocast("cpu"):
+            F.apply(torch.ones(1))
+            sys.setprofile(lambda frame, event, argument: counted.append(event))
+            try:
+                F.apply(torch.ones(1))
+            finally:
+                sys.setprofile(None)
+        return len(counted)
+
+    before = calls()
+    others = [type(f"F{n}", (Function,), {}) for n in range(500)]
+    derived = [type(f"D{n}", (F,), {}) for n in range(500)]
+    assert calls() == before
+    assert len(others) == len(derived)

@@ -317,3 +317,20 @@ setter.start(); compiler.start(); compiler.join(); stop.set(); setter.join()
 print(len(wrong), sum(wrong))
 """
     assert run(tmp_path, program) == ["6", "0"]
+
+
+# -- Garbage -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_first_region_has_the_collector_look_through_nothing_old(is_enabled: bool, tmp_path: Path) -> None:
+    program = f"""
+import gc
+seen = []
+gc.collect()
+({{True: gc.enable, False: gc.disable}})[{is_enabled}]()
+gc.callbacks.append(lambda phase, info: seen.append(info["generation"]))
+product()
+print(max(seen, default=0), gc.isenabled())
+"""
+    assert run(tmp_path, program) == ["0", str(is_enabled)]
