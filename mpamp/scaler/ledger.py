@@ -239,6 +239,8 @@ class Ledger:
         if entry is None or entry.is_scaled:
             return None, None
         entry.is_scaled = self._by_param[id(param)].is_scaled = True
+        if grad is None:  # FSDP1 has put away what it will add the new one to
+            grad = getattr(param, "_saved_grad_shard", None)
         return grad, entry.skip
 
     def accumulated(self, param: Tensor, *, is_scaled: bool) -> None:
