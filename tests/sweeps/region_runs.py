@@ -107,7 +107,6 @@ def run_program(tree: Tree, is_native: bool) -> tuple[list[Step], dict[int, set[
 def failure(tree: Tree, *, is_native: bool = False) -> str:
     """Return what goes wrong in a tree, empty if nothing does."""
     kinds = tree.kinds()
-    mpamp.set_op_rules("cpu", None)
     expected, reference = run_by_hand(tree, is_native)
     if "compiled" in kinds:
         torch._dynamo.reset()
@@ -127,7 +126,7 @@ def failure(tree: Tree, *, is_native: bool = False) -> str:
         warnings.simplefilter("ignore")
         try:
             ran, problem, before, after, plain = call_on_thread(work)
-            if not is_native:
+            if "rules" in kinds:
                 mpamp.set_op_rules("cpu", None)
             others = call_on_thread(plain_dtypes)
         except TimeoutError as error:
@@ -186,7 +185,6 @@ def valid(number: int, **kwargs: Any) -> Tree:
     """Return the tree of that number that runs by hand: some mixes of dtypes, torch itself refuses."""
     for attempt in range(50):
         tree = grow(number, attempt, **kwargs)
-        mpamp.set_op_rules("cpu", None)
         try:
             run_by_hand(tree, kwargs.get("is_native", False))
         except (RuntimeError, mpamp.MpampError):

@@ -130,7 +130,7 @@ def on_another_thread(work: Callable[[Event, Event], None]) -> Iterator[None]:
 @pytest.mark.parametrize("work", [export, compile_])
 def test_trees_while_another_thread_is_traced(work: Callable[[Event, Event], None]) -> None:
     with on_another_thread(work):
-        check(range(5000, 5050))
+        check(range(5000, 5030), without=("rules",))  # a change of rules waits until nothing compiles
 
 
 # -- The fuzz itself -----------------------------------------------------------------------------------
