@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import math
 from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from .caster import caster, keeper, returns_new
 from .codegen import PARAMETERS, WRITTEN, is_normalization, kernel_source, names_of
 from .compiling import left_out_by_itself
 from .eligibility import find_overload, overload_name
+from .oplists import families
 from .policy import CASTABLE, CastPolicy, target_dtype
 from .rows import APPEND_DTYPE
 from .wrapping import wrap
@@ -82,7 +84,9 @@ def build(
             "_absent": absent,
         }
         name = overload_name(op)
-        source, file = kernel_source(op, torchs, wraps=call is None), f"<mpamp kernel {device.type} {name}>"
+        minds_sparse = name in _PRODUCTS and not device.backend.has_sparse_lower_precision
+        source = kernel_source(op, torchs, wraps=call is None, minds_sparse=minds_sparse)
+        file = f"<mpamp kernel {device.type} {name}>"
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)
         exec(_compiled(source), environment)
         kernel: FunctionType = environment["kernel"]
@@ -139,6 +143,7 @@ def _constants(device: DeviceState, op: OpOverload) -> dict[str, Any]:
         "_get_dtype": torch.get_autocast_dtype,
         "_set_excluded": set_excluded,
         "_knows": _knows,
+        "_policy_of_sparse": _policy_of_sparse,
         "_wrap": wrap,
         "_isinstance": isinstance,
     }
@@ -201,15 +206,36 @@ def _is_in_a_kernel() -> bool:
 def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | None]:
     on_device = device.backend.tensor_check()
 
-    def target_of(policy: CastPolicy | None, lower: torch.dtype, tensors: Iterable[Any]) -> torch.dtype | None:
+    def target_of(
+        policy: CastPolicy | None, lower: torch.dtype, tensors: Iterable[Any], numbers: Iterable[Any] = ()
+    ) -> torch.dtype | None:
         flat = [t for item in tensors for t in (item if isinstance(item, list | tuple) else (item,))]
         flat = [t for t in flat if isinstance(t, torch.Tensor)]
         if any(t.dtype is torch.float64 for t in flat):
             return None
         dtypes = [t.dtype for t in flat if t.dtype in CASTABLE and on_device(t)]
+        if not all(_holds(dtype, number) for number in numbers for dtype in dtypes):
+            dtypes.append(torch.float32)
         return target_dtype(policy, name, lower, dtypes)
 
     return target_of
+
+
+_MAX = {dtype: torch.finfo(dtype).max for dtype in CASTABLE}
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+_PRODUCTS = {f"aten::{name}" for family in ("matmul", "matvec") for name in families()[family]}
+"""Ops that take sparse tensors."""
+
+
+def _holds(dtype: torch.dtype, number: Any) -> bool:
+    return not isinstance(number, int | float) or abs(number) <= _MAX[dtype] or not math.isfinite(number)
+
+
+def _policy_of_sparse(policy: CastPolicy, tensors: Iterable[Any]) -> CastPolicy:
+    """Return the policy of a product on a device without 16-bit kernels for two sparse tensors or a compressed one."""
+    layouts = [t.layout for t in tensors if isinstance(t, torch.Tensor) and t.layout in _SPARSE]
+    is_missing = len(layouts) > 1 or (layouts and layouts[0] is not torch.sparse_coo)
+    return CastPolicy.FP32 if is_missing and policy is CastPolicy.LOWER_PRECISION_FP else policy
 
 
 def _knows(lower: torch.dtype, tensors: Iterable[Any]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from .eligibility import is_in_place, overload_name
+from .eligibility import OBSERVERS, is_in_place, overload_name
 from .policy import CastPolicy
 from .rows import APPEND_DTYPE
 from .wrapping import number_slots, wraps_by_itself
@@ -22,6 +22,8 @@ __all__ = ["PARAMETERS", "WRITTEN", "is_normalization", "kernel_source", "names_
 
 WRITTEN = {"running_mean", "running_var"}
 """Arguments that normalization layers write into, though their schemas don't say so."""
+_HELD = {"max", "max_val", "min", "min_val", "threshold", "value"}
+"""Numbers that a result may hold, by their argument's name: ``promote`` takes one that 16 bits can't for float32's."""
 PARAMETERS = {"weight", "bias", *WRITTEN}
 """What such a layer wants in one dtype, its input's or float32."""
 
@@ -80,12 +82,15 @@ def names_of(op: OpOverload) -> tuple[list[str], bool]:
     return names, by_position
 
 
-def kernel_source(op: OpOverload, torchs: CastPolicy | None = None, *, wraps: bool = True) -> str:
+def kernel_source(
+    op: OpOverload, torchs: CastPolicy | None = None, *, wraps: bool = True, minds_sparse: bool = False
+) -> str:
     """Return the Python source of an op's kernel.
 
     Args:
         op: The overload, whose schema the source is specialised on.
         torchs: The policy of torch's own kernel, where some calls may be left to that.
+        minds_sparse: Whether products of sparse tensors have no kernel in lower precision.
         wraps: Whether to wrap numbers in what is handed on; else what the op is handed on to does that.
 
     Example:
@@ -98,6 +103,8 @@ def kernel_source(op: OpOverload, torchs: CastPolicy | None = None, *, wraps: bo
     numbers, left = number_slots(op), PARAMETERS if is_normalization(op) else set()
     seen = [Argument(names[i], str(a.type), i in numbers) for i, a in enumerate(schema) if "Tensor" in str(a.type)]
     tensors = [t for t in seen if schema[names.index(t.name)].name not in left]
+    if op._schema.name in OBSERVERS:
+        tensors = tensors[:1]
     passed, head = _passed(op, names), _head(op, names, by_position)
     wrapped = [line for t in seen for line in t.wrap()] if wraps else []
     short = [] if torchs is None or is_in_place(op) else _short_body(torchs, tensors, passed, wrapped)
@@ -119,6 +126,7 @@ def kernel_source(op: OpOverload, torchs: CastPolicy | None = None, *, wraps: bo
             "    if _policy is None:",
             *_indented(1, wrapped),
             f"        return _absent(_scope, _keys, {passed})",
+            *(["    _policy = _policy_of_sparse(_policy, (" + _all(seen) + "))"] if minds_sparse else []),
             *_indented(0, short),
             "    if _is_excluded(_VIEWS) and _is_in_a_kernel():",
             *_indented(1, wrapped),
@@ -199,7 +207,8 @@ _Body = tuple[list[str], list[str]]
 
 
 def _body(op: OpOverload, names: list[str], seen: list[Argument], tensors: list[Argument], passed: str) -> _Body:
-    target = [f"_target = _target_of(_policy, _lower, ({_all(seen)}))"]
+    held = [n for n, a in zip(names, op._schema.arguments, strict=True) if a.name in _HELD and "number" in str(a.type)]
+    target = [f"_target = _target_of(_policy, _lower, ({_all(seen)}), ({''.join(n + ', ' for n in held)}))"]
     if not any(t.is_list for t in seen):
         doubles = " or ".join(f"{t.guard}{t.name}.dtype is _FLOAT64" for t in seen)
         target = [

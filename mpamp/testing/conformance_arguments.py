@@ -119,6 +119,8 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "_fake_quantize_learnable_per_channel_affine": lambda t: call(t(4, 4), t(4), t(4), 0, 0, 255),
     "_fake_quantize_learnable_per_tensor_affine": lambda t: call(t(4, 4), t(1), t(1), 0, 255),
     "_grouped_mm": lambda t: call(t(8, 16), t(2, 16, 32), t.ints(4, 8, dtype=torch.int32)),
+    "_sparse_addmm": lambda t: call(t(4, 4), t(4, 4).to_sparse_csr(), t(4, 4)),
+    "_sparse_mm": lambda t: call(t(4, 4).to_sparse_csr(), t(4, 4)),
     "_sparse_mm.reduce": lambda t: call(t(4, 4).to_sparse_csr(), t(4, 4), "sum"),
     "_sparse_softmax.int": lambda t: call(t(4, 4).to_sparse(), 1),
     "_sparse_log_softmax.int": lambda t: call(t(4, 4).to_sparse(), 1),
