@@ -244,6 +244,35 @@ def containers(count: int) -> Callable[[], None]:
     return work
 
 
+def function_classes(count: int) -> Callable[[], None]:
+    def make() -> type:
+        class Function(torch.autograd.Function):
+            @staticmethod
+            @mpamp.custom_fwd
+            def forward(x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+                pass
+
+            @staticmethod
+            @mpamp.custom_bwd
+            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+                return grad * 2
+
+        return Function
+
+    x = torch.ones(2, requires_grad=True)
+
+    def work() -> None:
+        with mpamp.autocast("cpu", BF16):
+            for kind in [make() for _ in range(count)]:
+                kind.apply(x).sum().backward()
+
+    return work
+
+
 def scopes_at_once(count: int) -> Callable[[], None]:
     """``count`` regions with different tables are open at once, and a checkpoint is in each."""
 
@@ -256,7 +285,7 @@ def scopes_at_once(count: int) -> Callable[[], None]:
     return lambda: nest(count, torch.ones(2, 2, requires_grad=True)).float().sum().backward()
 
 
-MANY = {f.__name__: f for f in (optimizers, scaled_optimizers, one_optimizer, containers)}
+MANY = {f.__name__: f for f in (optimizers, scaled_optimizers, one_optimizer, containers, function_classes)}
 
 
 @pytest.mark.parametrize("name", MANY)
