@@ -25,11 +25,12 @@ def decorate(function: Any, region: MakeRegion) -> Any:
         raise TypeError(
             f"a region decorates functions, got {function!r}; for a class, decorate the methods that should run in it."
         )
-    if inspect.isasyncgenfunction(function):
+    body = _body(function)
+    if inspect.isasyncgenfunction(body):
         wrapper: Any = _async_generator(function, region)
-    elif inspect.iscoroutinefunction(function):
+    elif inspect.iscoroutinefunction(body):
         wrapper = _coroutine(function, region)
-    elif inspect.isgeneratorfunction(function):
+    elif inspect.isgeneratorfunction(body):
         wrapper = _generator(function, region)
     else:
 
@@ -39,6 +40,13 @@ def decorate(function: Any, region: MakeRegion) -> Any:
 
     wrapper.__script_unsupported = "a decorated function is not supported in script mode"
     return functools.wraps(function)(wrapper)
+
+
+def _body(function: Any) -> Any:
+    """Return what runs when ``function`` is called: the ``__call__`` of an object, or what a partial one is of."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if inspect.isroutine(function) else type(function).__call__
 
 
 def _steps(steps: Any, region: MakeRegion) -> Generator[Any, Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import inspect
 import json
 import os
@@ -1212,3 +1213,23 @@ def test_plain_torch_autocast_gives_the_same_results_as_without_mpamp(spread: di
 def test_plain_torch_autocast_casts_weights_as_often_as_without_mpamp(spread: dict[str, Any]) -> None:
     assert spread["casts_after"] == spread["casts_before"]
     assert spread["casts_before"] == {"trainable": 1, "frozen": 6, "uncached": 6, "two regions": 2}
+
+
+class _AsyncCall:
+    async def __call__(self, x: torch.Tensor) -> torch.dtype:
+        return (x @ x).dtype
+
+
+class _GeneratorCall:
+    def __call__(self, x: torch.Tensor):
+        yield (x @ x).dtype
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, functools.partial])
+def test_objects_whose_call_is_async_or_a_generator_run_in_the_region(wrap):
+    import asyncio
+
+    region = mpamp.autocast("cpu", dtype=torch.bfloat16)
+    x = torch.ones(2, 2)
+    assert asyncio.run(region(wrap(_AsyncCall()))(x)) is torch.bfloat16
+    assert list(region(wrap(_GeneratorCall()))(x)) == [torch.bfloat16]

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ..backends.base import Backend
+from ..optable import OpTable
 from ..registry import get_backend
 from ..scaler import GradScaler
 from .conformance_regions import backend_tests, cache_tests, checkpoint_tests, custom_function_tests, nesting_tests
-from .conformance_report import Check, Report, run
+from .conformance_report import Check, Report, require, run
 from .conformance_rows import row_tests
 from .conformance_scaler import scaler_tests
 from .conformance_subject import Subject, Test, in_force, is_fakeable
@@ -65,10 +66,10 @@ def check_backend(
         raise ValueError(f"no section {', '.join(sorted(unknown))}; there are: {', '.join(SECTIONS)}.")
     chosen = {name: tests for name, tests in SECTIONS.items() if sections is None or name in sections}
     found = get_backend(backend) if isinstance(backend, str) else backend
-    table = run("backend", "op_table can be made", found.op_table)
-    if table.outcome == "failed":
-        return Report(found.device_type, repr(found), "no", (table,))
-    with in_force(found) as state:
+    first = tuple(run("backend", name, ask) for name, ask in _questions(found).items())
+    if any(check.outcome == "failed" for check in first):
+        return Report(found.device_type, _name(found), "no", tuple(c for c in first if c.outcome == "failed"))
+    with torch.random.fork_rng(devices=[]), in_force(found) as state:
         is_here = found.is_available()
         if not is_here and not is_fakeable(found.device_type):
             reason = "no such device here, and beside another accelerator its tensors can't be faked"
@@ -77,3 +78,36 @@ def check_backend(
             subject = Subject(found, state, not is_here, default_dtype, make_scaler)
             checks = tuple(run(s, name, test) for s, tests in chosen.items() for name, test in tests(subject))
     return Report(found.device_type, repr(found), "this machine's" if is_here else "fake", checks)
+
+
+def _questions(backend: Backend) -> dict[str, Callable[[], object]]:
+    """Return what must be answered before a backend can be put in force at all."""
+    return {
+        "repr() gives a name": lambda: repr(backend),
+        "is_available answers": backend.is_available,
+        "dtypes are dtypes": lambda: _check_dtypes(backend),
+        "op_table can be made": lambda: _check_table(backend),
+        "tensor_check can be made": backend.tensor_check,
+        "capture_check can be made": backend.capture_check,
+        "prepare works": backend.prepare,
+        "known_faults answers": backend.known_faults,
+    }
+
+
+def _check_dtypes(backend: Backend) -> None:
+    for dtype in (backend.default_dtype, *backend.lower_precision_dtypes):
+        require(isinstance(dtype, torch.dtype), f"{dtype!r} is no torch.dtype")
+
+
+def _check_table(backend: Backend) -> None:
+    table = backend.op_table()
+    require(isinstance(table, OpTable), f"op_table() returned a {type(table).__name__}")
+
+
+def _name(backend: Backend) -> str:
+    try:
+        return repr(backend)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return f"<{type(backend).__name__}>"

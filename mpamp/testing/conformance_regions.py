@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..custom import custom_bwd, custom_fwd
@@ -48,6 +49,8 @@ def backend_tests(subject: Subject) -> Iterator[Test]:
             "other dtypes are refused": _refused,
             "autocast_key is the one that torch autocasts the device by": _key,
             "is_available and is_emulated give a bool": _answers,
+            "is_available is true where the device's tensors can be made": _available,
+            "read_later gives the values": _read_later,
             "tensor_check knows the device's tensors": _tensor_check,
             "op_table is the device's, and the same each time": _same_table,
             "op_table has something run in lower precision": _useful_table,
@@ -106,6 +109,27 @@ def _answers(subject: Subject) -> None:
     answers["is_available()"] = backend.is_available()
     wrong = {call: answer for call, answer in answers.items() if not isinstance(answer, bool)}
     require(not wrong, ", ".join(f"{call} is {answer!r}" for call, answer in wrong.items()))
+
+
+def _available(subject: Subject) -> None:
+    if subject.backend.is_available():
+        return
+    with unset_fake_temporarily():
+        try:
+            (torch.ones(1).to(subject.device) + 1).cpu()
+        except (RuntimeError, AssertionError, NotImplementedError):
+            return
+    require(False, f"it is False, but a tensor on {subject.device} can be made and read: regions there do nothing")
+
+
+def _read_later(subject: Subject) -> None:
+    subject.need_values()
+    arrived = subject.backend.read_later(torch.tensor([2.0, 3.0]).to(subject.device))
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type == subject.device:
+        torch.accelerator.synchronize()
+    copy = arrived()
+    require(copy is not None and copy.tolist() == [2.0, 3.0], f"of 2 and 3 it gives {copy}")
 
 
 def _tensor_check(subject: Subject) -> None:

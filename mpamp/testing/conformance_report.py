@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ..errors import told
+
 __all__ = ["Check", "ConformanceError", "Inapplicable", "Report", "require", "run"]
 
 Outcome = Literal["passed", "failed", "skipped"]
@@ -103,10 +105,8 @@ def run(section: str, name: str, check: Callable[[], object]) -> Check:
         return Check(section, name, "skipped", str(reason))
     except ConformanceError as error:
         return Check(section, name, "failed", str(error))
-    except Exception as error:  # whatever a vendor's code raises
-        return Check(section, name, "failed", f"{type(error).__name__}: {_first_line(error)}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a vendor's code raises
+        return Check(section, name, "failed", told(error).strip().partition("\n")[0][:300])
     return Check(section, name, "passed")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300]

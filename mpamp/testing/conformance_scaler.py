@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..scaler import kernels
 from .conformance_report import require
 from .conformance_subject import Subject, Test
 
@@ -71,7 +72,12 @@ class Training:
 
 
 def _run(subject: Subject, test: Callable[[Training], None]) -> None:
-    test(Training(subject))
+    subject.backend.has_kernel(kernels.UNSCALE)
+    kernels.has_kernel.cache_clear()  # it may have the answer of the backend that is registered
+    try:
+        test(Training(subject))
+    finally:
+        kernels.has_kernel.cache_clear()
 
 
 def _is_enabled(training: Training) -> None:

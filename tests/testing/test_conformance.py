@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Iterator
@@ -356,8 +357,8 @@ def test_dtypes_that_are_none_are_refused_before_a_region_is_entered(dtypes: Any
     wrong = type(
         "Wrong", (CpuBackend,), {"lower_precision_dtypes": dtypes, "op_table": lambda s: CpuBackend().op_table()}
     )
-    with pytest.raises(TypeError, match=r"not a torch\.dtype"):
-        check_backend(wrong(), sections=["backend"])
+    found = failed(check_backend(wrong(), sections=["backend"]))
+    assert found == {"dtypes are dtypes": f"{dtypes[0]!r} is no torch.dtype"}
     assert not torch.is_autocast_enabled("cpu")
     assert check_backend("cpu", sections=["backend"]).failures == []
 
@@ -388,3 +389,47 @@ def test_sections() -> None:
 def test_an_unknown_device() -> None:
     with pytest.raises(mpamp.UnknownDeviceError):
         check_backend("npv")
+
+
+# -- Backends that raise ---------------------------------------------------------------------------------
+
+
+class OwnExit(BaseException):
+    """What no ``except Exception`` catches."""
+
+
+METHODS = [n for n, m in vars(Backend).items() if inspect.isfunction(m) and (n == "__repr__" or n[0] != "_")]
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, OwnExit])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_that_raises_is_reported(name: str, error: type[BaseException]) -> None:
+    def fail(*args: Any) -> Any:
+        raise error("boo")
+
+    backend = type("Wrong", (CpuBackend,), {name: fail})()
+    report = check_backend(backend, sections=["backend", "scaler"] if name == "has_kernel" else ["backend"])
+    assert [detail for detail in failed(report).values() if f"{error.__name__}: boo" in detail]
+
+
+def test_the_global_random_numbers_stay_as_they_were() -> None:
+    before = torch.get_rng_state()
+    check_backend("cpu", sections=["cache", "checkpoint"]).raise_for_failures()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_device_that_says_it_is_not_here() -> None:
+    backend = type("Wrong", (CpuBackend,), {"is_available": lambda self: False})()
+    found = failed(check_backend(backend, sections=["backend"]))
+    assert "is_available is true where the device's tensors can be made" in found
+
+
+def test_a_read_later_that_gives_something_else() -> None:
+    backend = type("Wrong", (CpuBackend,), {"read_later": lambda self, tensor: lambda: tensor * 2})()
+    assert "read_later gives the values" in failed(check_backend(backend, sections=["backend"]))
+
+
+@pytest.mark.parametrize("dtypes", [(3,), None, ("bfloat16",)])
+def test_dtypes_that_are_none(dtypes: Any) -> None:
+    backend = type("Wrong", (CpuBackend,), {"lower_precision_dtypes": dtypes})()
+    assert "dtypes are dtypes" in failed(check_backend(backend, sections=["backend"]))
