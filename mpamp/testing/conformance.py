@@ -90,7 +90,6 @@ def _questions(backend: Backend) -> dict[str, Callable[[], object]]:
         "tensor_check can be made": backend.tensor_check,
         "capture_check can be made": backend.capture_check,
         "prepare works": backend.prepare,
-        "known_faults answers": backend.known_faults,
     }
 
 

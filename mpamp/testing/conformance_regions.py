@@ -51,6 +51,7 @@ def backend_tests(subject: Subject) -> Iterator[Test]:
             "is_available and is_emulated give a bool": _answers,
             "is_available is true where the device's tensors can be made": _available,
             "read_later gives the values": _read_later,
+            "known_faults answers": lambda subject: subject.backend.known_faults(),
             "tensor_check knows the device's tensors": _tensor_check,
             "op_table is the device's, and the same each time": _same_table,
             "op_table has something run in lower precision": _useful_table,
