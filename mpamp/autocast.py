@@ -24,12 +24,11 @@ from .marks import (
     changes_to,
     compose_mark,
     make_way,
-    mark_contexts,
     read_mark,
 )
 from .optable import OpTable
-from .policy import CastPolicy
-from .scope import MARK, THREAD, Scope, graph_task, mark_here
+from .programs import contexts_of
+from .scope import MARK, THREAD, Scope, graph_task
 
 __all__ = ["Region", "autocast"]
 
@@ -393,19 +392,9 @@ def _exporting() -> Any:
 @run_while_tracing
 def _traced_contexts(device: str | torch.device | None, dtype: torch.dtype | None, enabled: bool, ops: Ops) -> Contexts:
     """Return the torch.autocast regions that carry a region of ours through a program."""
-    from .kernels import install
-
     spec = _region_of(device, dtype, enabled, True, ops, False)._spec
     if spec.version != spec.device.version:
         spec = _Spec(*spec.args)
     if not spec.enabled:
         return ((spec.device.type, spec.device.backend.default_dtype, False),)
-    table, run_dtype = spec.table, spec.dtype
-    if run_dtype is torch.float32:
-        # torch.autocast takes no float32 on most devices: say it by the table instead.
-        lower = {op: "fp32" for op, row in spec.scope.table.items() if CastPolicy.LOWER_PRECISION_FP in row.policies()}
-        table, run_dtype = spec.scope.table.override(lower, source="float32"), spec.device.backend.default_dtype
-    mark = compose_mark(mark_here(), spec.device.type, table, is_compiled=True)
-    install(spec.device, spec.scope.table if table is None else table, run_dtype)
-    # The carriers first: export looks for a mark where the device's own is entered.
-    return (*mark_contexts(mark), (spec.device.type, run_dtype, True))
+    return contexts_of(spec.device, spec.table, spec.dtype)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
-from .compiling import is_compiling, is_dynamo_compiling
+from .compiling import Contexts, is_compiling, is_dynamo_compiling, run_while_tracing, traced
 from .entries import Restoring
 from .marks import NO_MARK, Change, changes_to, compose_mark
+from .programs import contexts_of
 from .registry import devices_in_use
 from .scope import MARK, PLAIN, THREAD, Scope, graph_task, mark_here, resolve
 
@@ -55,6 +57,8 @@ class DeviceAutocast:
 
     def restored(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the calling thread has this state."""
+        if is_dynamo_compiling() and self.enabled and self.scope is not None:
+            return traced(_contexts(self))  # compiled autograd traces the backward of an eager forward
         if is_dynamo_compiling() or (not self.enabled and is_compiling()):
             return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
         if not self.enabled:
@@ -68,6 +72,16 @@ class DeviceAutocast:
         mark = compose_mark(mark_here(), device.type, None if scope.table is device.table else scope.table)
         changes: list[Change] = [(put, device.index, scope), (put, MARK, mark), *changes_to(mark)]
         return [*changes, (torch.set_autocast_dtype, device.type, self.dtype), (_set_excluded, device.key, False)]
+
+
+_pytree.register_constant(DeviceAutocast)
+
+
+@run_while_tracing
+def _contexts(state: DeviceAutocast) -> Contexts:
+    device = next(d for d in devices_in_use() if d.type == state.device_type)
+    assert state.scope is not None
+    return contexts_of(device, None if state.scope.table is device.table else state.scope.table, state.dtype)
 
 
 def run_in(states: tuple[DeviceAutocast, ...], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

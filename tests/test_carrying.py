@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 import mpamp
@@ -34,7 +35,8 @@ FORWARD: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     "torch, no cache": (lambda: torch.autocast("cpu", BF16, cache_enabled=False), BF16),
 }
 both = pytest.mark.parametrize(("forward", "backward"), [(f, b) for f in FORWARD for b in FORWARD])
-kinds = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+KINDS = {"reentrant": True, "non-reentrant": False}
+kinds = pytest.mark.parametrize("reentrant", KINDS.values(), ids=KINDS)
 
 
 @pytest.fixture(autouse=True)
@@ -374,3 +376,39 @@ def test_backward_costs_nothing_for_regions_past() -> None:
 
     calls(1)
     assert calls(1) == calls(2000)
+
+
+class Ours(torch.autograd.Function):
+    @staticmethod
+    @mpamp.custom_fwd
+    def forward(ctx: Any, seen: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.seen = seen
+        seen.append(linear(x, x).dtype)
+        return x * 1
+
+    @staticmethod
+    @mpamp.custom_bwd
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.seen.append(linear(grad, grad).dtype)
+        return None, grad
+
+
+@pytest.mark.parametrize("forward", ["default", "float32", "rules", "torch"])
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "custom_bwd"])
+def test_compiled_autograd_has_the_forward_s_table(kind: str, forward: str) -> None:
+    seen: list[torch.dtype] = []
+    make, dtype = FORWARD[forward]
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = linear(x, x)
+        seen.append(y.dtype)
+        return y.float().square()
+
+    torch._dynamo.reset()
+    with make():
+        loss = (
+            Ours.apply(seen, leaf()) if kind == "custom_bwd" else checkpoint(block, leaf(), use_reentrant=KINDS[kind])
+        )
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss.sum().backward()
+    assert seen == [dtype, dtype]
