@@ -11,14 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mpamp import oplists
 from mpamp.cli.output import dtype_name
+from mpamp.eligibility import find_overload, is_in_place, is_out_of_place
+from mpamp.errors import OpTableError
 from mpamp.oplists import table_names
 from mpamp.optable import OpTable, Row
 from mpamp.policy import CastPolicy
+from mpamp.rows import check_row
 
 DEVICES = ("cpu", "cuda", "xpu")
-_MARKER = re.compile(r"^<!-- (names|table|diff|families): *(.*?) *-->$", flags=re.M)
+_MARKER = re.compile(r"^<!-- (names|table|diff|families|policies|refused): *(.*?) *-->$", flags=re.M)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -99,6 +104,35 @@ def _policies(row: Row | None) -> str:
     return ", ".join([*([] if row.policy is None else [str(row.policy)]), *cells])
 
 
+def policies() -> str:
+    """Return how many of torch's own overloads take each policy."""
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
+    found = {n: op for n in names if (op := find_overload(n)) is not None}
+    kinds = [(is_out_of_place, "out of place"), (is_in_place, "in place")]
+    lines = [f"| policy | {' | '.join(kind for _, kind in kinds)} |", "|---|---|---|"]
+    for policy in CastPolicy:
+        taking = [sum(is_kind(op) and _takes(n, policy) for n, op in found.items()) for is_kind, _ in kinds]
+        lines.append(f"| `{policy}` | {' | '.join(map(str, taking))} |")
+    return "\n".join(lines)
+
+
+def _takes(overload: str, policy: CastPolicy) -> bool:
+    try:
+        check_row(overload, Row(policy))
+    except OpTableError:
+        return False
+    return True
+
+
+def refused() -> str:
+    """Return the ops that no rule may name, by the reason."""
+    reasons: dict[str, list[str]] = {}
+    for op, why in oplists.refused().items():
+        reasons.setdefault(why, []).append(op)
+    lines = ["| ops | why no rule may name them |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {_listed(ops)} | {why} |" for why, ops in reasons.items())])
+
+
 def _listed(ops: list[str]) -> str:
     return ", ".join(f"`{_short(op)}`" for op in ops)
 
@@ -107,7 +141,14 @@ def _short(op: str) -> str:
     return op.removeprefix("aten::")
 
 
-_WRITERS: dict[str, Callable[..., str]] = {"names": names, "table": table, "diff": diff, "families": families}
+_WRITERS: dict[str, Callable[..., str]] = {
+    "names": names,
+    "table": table,
+    "diff": diff,
+    "families": families,
+    "policies": policies,
+    "refused": refused,
+}
 
 if __name__ == "__main__":
     (Path(__file__).parent / "additions.md").write_text(additions(), encoding="utf-8")

@@ -24,6 +24,8 @@ WRITTEN = {"running_mean", "running_var"}
 """Arguments that normalization layers write into, though their schemas don't say so."""
 _HELD = {"max", "max_val", "min", "min_val", "threshold", "value"}
 """Numbers that a result may hold, by their argument's name: ``promote`` takes one that 16 bits can't for float32's."""
+_NEED_ONE_DTYPE = {"aten::_safe_softmax"}
+"""Ops with a dtype argument whose derivative raises where it isn't the input's: that is cast as well."""
 PARAMETERS = {"weight", "bias", *WRITTEN}
 """What such a layer wants in one dtype, its input's or float32."""
 
@@ -226,6 +228,8 @@ def _body(op: OpOverload, names: list[str], seen: list[Argument], tensors: list[
     if own is not None:
         # A call that says what it computes in is left to it; a quantized dtype says something else.
         target += [f"if {own} is not None and ({own}.is_floating_point or {own}.is_complex):", "    _target = None"]
+    if overload_name(op) in _NEED_ONE_DTYPE:
+        target += [f"if _policy is _SET_OPT and {own} is None:", "    _target = _FLOAT32"]
     if own is not None and not first.is_list:
         casts += [f"if _policy is _SET_OPT and {own} is None and {is_castable}:", f"    {own} = _FLOAT32"]
     return target, casts

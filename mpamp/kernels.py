@@ -234,7 +234,7 @@ def _kernel(device: DeviceState, name: str, *, is_torchs: bool) -> Kernel:
 def _native_kernel(device: DeviceState, op: OpOverload) -> Callable[..., Any]:
     """Return the kernel that ours goes on top of."""
     if hasattr(torch.library, "get_kernel"):
-        return torch.library.get_kernel(op, device.key_name).call_boxed
+        return torch.library.get_kernel(op, device.key).call_boxed  # not every key goes by name
     # Before torch 2.9 a kernel can't be had: follow the policy that torch's has.
     row = _native_policies(device.type).get(overload_name(op), Row(None))
     scope = _scope.Scope(OpTable.from_rows({overload_name(op): row}, name="native"), None)

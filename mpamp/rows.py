@@ -194,6 +194,10 @@ def check_row(overload: str, row: Row) -> None:
     policies = row.policies()
     if op is None:
         return
+    from .oplists import refused
+
+    if overload in refused():
+        raise OpTableError(f"no rule may name {overload}: {refused()[overload]}.")
     if is_in_place(op) and policies - {CastPolicy.PROMOTE, CastPolicy.BANNED, CastPolicy.FALLTHROUGH}:
         raise OpTableError(
             f"{overload} writes in place, so only 'promote' (its other arguments take the dtype of the tensor "

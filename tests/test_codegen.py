@@ -121,6 +121,19 @@ def test_a_call_that_asks_for_a_dtype_gets_it(op: str, policy: str) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [BRAIN, HALF], ids=str)
+@pytest.mark.parametrize("op", ["_safe_softmax", "softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"])
+def test_a_dtype_that_is_set_has_a_backward_pass(op: str, dtype: torch.dtype) -> None:
+    x = torch.rand(2, 3).to(dtype).requires_grad_()
+    args = () if op in ("sum", "prod") else (-1,)
+    with mpamp.autocast("cpu", dtype, ops={op: "fp32_set_opt_dtype"}):
+        found = getattr(torch.ops.aten, op)(x, *args)
+    found.sum().backward()
+    assert found.dtype is FULL
+    assert x.grad is not None
+    assert x.grad.dtype is dtype
+
+
 def test_a_default_region_lets_matrix_norm_have_its_dtype() -> None:
     x = torch.rand(4, 4).to(BRAIN)
     with mpamp.autocast("cpu", BRAIN):

@@ -20,7 +20,7 @@ import mpamp
 from mpamp import errors
 from mpamp.cli.app import app
 from mpamp.eligibility import find_overload
-from mpamp.oplists import families
+from mpamp.oplists import families, refused
 from mpamp.optable import OpTable
 from mpamp.plugins import hookspecs
 from mpamp.policy import CastPolicy
@@ -179,3 +179,19 @@ def test_no_path_or_host_of_one_machine(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert not re.findall(r"(?<![\w.])/(?:work|home|root|tmp|opt|usr)\b|localhost|\b\d+\.\d+\.\d+\.\d+\b", text)
     assert not re.findall(r"pypi\.|index-url|\bwhl\b", text)
+
+
+def test_every_refused_op_is_documented(generate: types.ModuleType) -> None:
+    filled = generate.on_page_markdown(_page("rules.md"))
+    assert "<!--" not in filled
+    for op, why in refused().items():
+        (line,) = [line for line in filled.splitlines() if f"`{op.removeprefix('aten::')}`" in line and why in line]
+        assert line.startswith("|")
+
+
+def test_every_policys_ops_are_counted(generate: types.ModuleType) -> None:
+    lines = generate.policies().splitlines()[2:]
+    counts = {line.split("|")[1].strip(" `"): [int(n) for n in line.split("|")[2:4]] for line in lines}
+    assert list(counts) == [p.value for p in CastPolicy]
+    assert counts["fp32"][0] > 1000 > counts["fp32_set_opt_dtype"][0] > counts["fp32_append_dtype"][0] > 0
+    assert counts["fp32"][1] == 0 < counts["promote"][1]

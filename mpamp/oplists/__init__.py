@@ -19,7 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["families", "load_table", "lower_precision_ops", "table_names"]
+__all__ = ["families", "load_table", "lower_precision_ops", "refused", "table_names"]
 
 
 _LOWER = CastPolicy.LOWER_PRECISION_FP
@@ -49,6 +49,17 @@ def _families() -> dict[str, list[str]]:
         return [op for part in parts for op in part]
 
     return {name: expand(names) for name, names in listed.items()}
+
+
+@functools.cache
+def refused() -> dict[str, str]:
+    """Return why no rule may name an op, by overload.
+
+    Example:
+        >>> refused()["aten::empty_like"]
+        'it gives memory, which kernels in C++ fill as the dtype that they asked for'
+    """
+    return {f"aten::{op}": group["why"] for group in _data("refused.toml").values() for op in group["ops"]}
 
 
 def table_names(device: str) -> list[str]:

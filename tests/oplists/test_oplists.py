@@ -10,7 +10,7 @@ import torch
 
 from mpamp import CastPolicy, OpTable, OpTableError
 from mpamp.eligibility import find_overload, is_out_of_place
-from mpamp.oplists import families, load_table, table_names
+from mpamp.oplists import families, load_table, refused, table_names
 from mpamp.rows import APPEND_DTYPE
 from tests.parity.arguments import Maker, arguments
 from tests.parity.observe import (
@@ -257,3 +257,36 @@ def _casts_before(op: Any, place: str) -> bool:
         with torchs(place.removeprefix(FAKE), BRAIN), Recorder(moves=True) as recorder:
             op(*args, **kwargs, dtype=torch.float64)
     return _has({"ops": recorder.ops}, "float32")
+
+
+VIEWS_WITH_RULES = {
+    *("to.device", "to.dtype", "to.dtype_layout", "to.other", "contiguous", "pin_memory", "coalesce", "positive"),
+    *("conj", "_conj", "resolve_conj", "resolve_neg", "real", "imag", "view_as_real", "view_as_complex"),
+    *("_values", "values", "_indices", "indices", "crow_indices", "col_indices", "ccol_indices", "row_indices"),
+    *("_autocast_to_full_precision", "_autocast_to_reduced_precision", "_sparse_broadcast_to"),
+    "_test_autograd_multiple_dispatch_view",
+}
+"""Ops that may return a view, and that cast, or read numbers of their own."""
+
+
+def test_every_view_is_refused_or_known() -> None:
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
+    ops = {n: op for n in names if (op := find_overload(n)) is not None and is_out_of_place(op)}
+    views = {n for n, op in ops.items() if any(r.alias_info is not None for r in op._schema.returns)}
+    known = {f"aten::{name}" for name in VIEWS_WITH_RULES}
+    assert not known & refused().keys()
+    assert views - refused().keys() - known == set()
+    assert refused().keys() <= ops.keys()
+
+
+@pytest.mark.parametrize("policy", [p.value for p in CastPolicy])
+def test_a_refused_op_is_named_with_the_reason(policy: str) -> None:
+    for name in ("as_strided", "detach", "empty_like", "aten::view.dtype"):
+        with pytest.raises(OpTableError, match=r"no rule may name aten::.*: it|torch "):
+            OpTable({name: policy})
+
+
+def test_no_table_has_a_refused_op() -> None:
+    for device in ("cpu", "cuda", "xpu"):
+        for name in table_names(device):
+            assert not load_table(name, device).keys() & refused().keys()
