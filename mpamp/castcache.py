@@ -68,7 +68,8 @@ def is_weight(tensor: Tensor) -> bool:
     if tensor.dtype is not _float32 or tensor.layout is not torch.strided or tensor.is_inference():
         return False
     storage = tensor.untyped_storage()
-    return storage.nbytes() == 4 * tensor.numel() and not hasattr(storage, _REWRITTEN)
+    # Of a device in pure Python the memory is elsewhere: its storages are empty.
+    return storage.nbytes() in (0, 4 * tensor.numel()) and not hasattr(storage, _REWRITTEN)
 
 
 _REWRITTEN = "_mpamp_is_rewritten"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch._ops import OpOverload
 from .building import Kernel
 from .eligibility import overload_name
 
-__all__ = ["cover", "surviving", "watch"]
+__all__ = ["cover", "put_on_top", "surviving", "watch"]
 
 
 class _Kernels(dict[Any, Any]):
@@ -20,6 +21,18 @@ class _Kernels(dict[Any, Any]):
 
     def pop(self, key: Any, default: Any = None) -> Any:
         return super().pop(key, default)
+
+
+def put_on_top(library: torch.library.Library, name: str, key_name: str, kernel: Kernel) -> None:
+    """Register a boxed kernel that is given the key set, over whatever is there.
+
+    Not by ``Library.impl``, which ``watch`` tells others of; torch's warning that a kernel goes over another is
+    about others, too.
+    """
+    assert library.m is not None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*[Oo]verriding a previously registered kernel")
+        library.m.impl(name, key_name, kernel, True)
 
 
 def cover(op: OpOverload, key: torch._C.DispatchKey) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +20,7 @@ from . import transforms
 from .building import Kernel, Nowhere, build, run_below
 from .carrying import serve_autograd
 from .eligibility import find_overload, overload_name
-from .extensions import cover, surviving, watch
+from .extensions import cover, put_on_top, surviving, watch
 from .locks import LOCK, burst
 from .marks import marks_in_use
 from .oplists import load_table, table_names
@@ -203,11 +202,7 @@ def _install_one(device: DeviceState, name: str, *, is_torchs: bool = True) -> N
     (_overridden[device.type].add if found else _overridden[device.type].discard)(name)
     namespace, _, rest = name.partition("::")
     library = torch.library.Library(namespace, "IMPL")
-    kernel = _kernel(device, name, is_torchs=is_torchs)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*[Oo]verriding a previously registered kernel")
-        assert library.m is not None
-        library.m.impl(rest, device.key_name, kernel, True)  # not Library.impl: nobody else need know of ours
+    put_on_top(library, rest, device.key_name, _kernel(device, name, is_torchs=is_torchs))
     _installed[device.type][name] = library
 
 
@@ -216,10 +211,11 @@ def _kernel(device: DeviceState, name: str, *, is_torchs: bool) -> Kernel:
     assert op is not None
     is_torchs = is_torchs and row is not None and not device.has_vendor_kernels
     native = _native_kernel(device, op) if name in _overridden[device.type] else None
-
     below = run_below(device, op)
     outside = below if native is None else native if is_torchs else surviving(native, below)
-    torchs = row.policy if row is not None and is_torchs and row.policy in _LEFT_TO_TORCH else None
+    # A row of the table that this torch has no kernel for isn't torch's here.
+    is_left = native is not None and row is not None and is_torchs and row.policy in _LEFT_TO_TORCH
+    torchs = row.policy if is_left and row is not None else None
 
     def absent(scope: _scope.Scope, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
         # A table that doesn't list an op of torch's has taken it out; kernels of others it can't know.

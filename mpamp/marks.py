@@ -90,6 +90,7 @@ def autocast_key(name: str) -> DispatchKey:
 # -- The carriers ------------------------------------------------------------------------------------
 
 _CANDIDATES = ("ipu", "maia", "mtia", "hpu", "xla", "mps")
+_PACKAGES = {"ipu": "poptorch", "hpu": "habana_frameworks", "xla": "torch_xla"}
 _COUNT = 3
 _retired: set[str] = set()
 _warned: list[str] = []
@@ -109,9 +110,10 @@ class Carriers:
 
 
 def _is_real(name: str) -> bool:
-    module = torch.backends.mps if name == "mps" else getattr(torch, name, None)
-    has_package = {"xla": "torch_xla", "hpu": "habana_frameworks", "ipu": "poptorch"}.get(name) in sys.modules
-    return has_package or bool(module is not None and hasattr(module, "is_available") and module.is_available())
+    """Tell whether this machine may have such a device, by torch's own module or by its vendor's package."""
+    modules: list[Any] = [getattr(place, name, None) for place in (torch, torch.backends)]
+    is_available = any(m.is_available() for m in modules if hasattr(m, "is_available"))
+    return is_available or _PACKAGES.get(name) in sys.modules
 
 
 CARRIERS = Carriers()

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from .building import Kernel, build
 from .compiling import left_out_by_itself
 from .eligibility import find_overload
+from .extensions import put_on_top
 from .wrapping import as_tensors, number_slots
 
 if TYPE_CHECKING:
@@ -122,9 +123,7 @@ def install(device: DeviceState, ops: Iterable[str]) -> None:
             group = "aten" if op.namespace == "aten" else name
             if group not in _libraries:
                 _libraries[group] = torch.library.Library(op.namespace, "IMPL")
-            module = _libraries[group].m
-            assert module is not None
-            module.impl(name.partition("::")[2], _KEY.name, entrance.kernel(), True)
+            put_on_top(_libraries[group], name.partition("::")[2], _KEY.name, entrance.kernel())
         _installed[name].devices[device.type] = device
 
 

@@ -642,12 +642,7 @@ def test_vmap_runs_in_the_region_s_dtype(x: Tensor, options: dict[str, Any], pla
         assert torch.vmap(function)(torch.stack([x, x])).dtype is in_region(x, **options)[0]
 
 
-_ABOVE = "functorch takes composite ops apart above the Autocast key, as with torch's own kernels"
-
-
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"ops": FULL_SOFTMAX}, marks=pytest.mark.xfail(strict=True, reason=_ABOVE))]
-)
+@pytest.mark.parametrize("options", [{}, {"ops": FULL_SOFTMAX}])
 def test_vmap_of_a_region_follows_the_table(x: Tensor, options: dict[str, Any]) -> None:
     function = region(**options)(lambda x: x.to(BRAIN).softmax(0))
     assert torch.vmap(function)(torch.stack([x, x])).dtype is in_region(x, **options)[1]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..codegen import WRITTEN
-from ..eligibility import find_overload, is_in_place
+from ..eligibility import OBSERVERS, find_overload, is_in_place
 from ..errors import BannedOpError
 from ..policy import CASTABLE, CastPolicy, target_dtype
 from ..rows import APPEND_DTYPE, Row, check_row
@@ -59,8 +59,11 @@ def _check_row(subject: Subject, name: str, row: Row) -> None:
     op = find_overload(name)
     if op is None:
         raise Inapplicable("this torch has no such op")
+    if op._schema.name in OBSERVERS:
+        raise Inapplicable("the kit can't make an argument of type running range")
     check_row(name, row)
-    with subject.tensors():
+    with subject.tensors(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of sparse arguments and of old ops
         for lower in subject.backend.lower_precision_dtypes:
             policy = row.at(lower)
             if policy is not None:
