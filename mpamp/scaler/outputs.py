@@ -22,37 +22,43 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     iterables, such as generators, a lazy ``map`` comes back, as from torch.
 
     Raises:
-        ValueError: Something in them is neither a tensor nor an iterable.
+        ValueError: Something in them is neither a tensor nor an iterable, or a container holds itself.
 
     Example:
         >>> import torch
         >>> map_tensors(lambda t: t * 2, {"loss": torch.tensor(1.0)})
         {'loss': tensor(2.)}
     """
+    return _map(function, value, ())
+
+
+def _map(function: Callable[[Tensor], Tensor], value: Any, around: tuple[Any, ...]) -> Any:
+    """Map a value inside of the containers ``around`` it."""
     if isinstance(value, Tensor):
         return function(value)
+    if any(value is container for container in around):
+        raise ValueError(f"outputs can't be scaled: a {type(value).__name__} in them holds itself.")
+    one = partial(_map, function, around=(*around, value))
     if isinstance(value, abc.Mapping):
-        return _map_mapping(function, value)
+        return _mapping_like(value, {key: one(item) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map_tensors(function, item) for item in value)
+        return value._make(map(one, value))
     if isinstance(value, _REBUILT):
-        return _map_items(function, value)
+        items = [one(item) for item in value]
+        return deque(items, value.maxlen) if type(value) is deque else type(value)(items)
     if isinstance(value, abc.Iterable) and not isinstance(value, str | bytes):
-        return map(partial(map_tensors, function), value)
+        return map(one, value)
     raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(value).__name__}.")
 
 
-def _map_items(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    items = [map_tensors(function, item) for item in value]
-    return deque(items, value.maxlen) if type(value) is deque else type(value)(items)
-
-
-def _map_mapping(function: Callable[[Tensor], Tensor], value: abc.Mapping[Any, Any]) -> Any:
-    items = {key: map_tensors(function, item) for key, item in value.items()}
+def _mapping_like(value: abc.Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if not isinstance(value, abc.MutableMapping):
         return type(value)(items)  # type: ignore[call-arg]
     # A copy keeps what else the class holds, such as a default factory or the attributes of a model's output.
-    result = copy.copy(value)
-    for key, item in items.items():
-        result[key] = item
+    try:
+        result = copy.copy(value)
+        for key, item in items.items():
+            result[key] = item
+    except TypeError:  # it can only be made, not written to
+        return type(value)(items)  # type: ignore[call-arg]
     return result

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mpamp.scaler import GradScaler
+from mpamp.scaler.outputs import map_tensors
 
 Losses = namedtuple("Losses", "main aux")
 
@@ -94,3 +95,22 @@ def test_other_iterables_are_lazy_as_torchs(scaler: GradScaler) -> None:
 def test_what_is_no_tensor_is_refused(scaler: GradScaler, value: Any) -> None:
     with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
         scaler.scale(value)
+
+
+class ReadOnly(dict[str, torch.Tensor]):
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        raise TypeError("read only")
+
+
+def test_a_mapping_that_takes_no_items_is_made_anew() -> None:
+    scaled = map_tensors(torch.Tensor.double, ReadOnly(loss=torch.ones(1)))
+    assert type(scaled) is ReadOnly
+    assert scaled["loss"].dtype is torch.float64
+
+
+@pytest.mark.parametrize("make", [list, lambda items: {"items": items}], ids=["list", "mapping"])
+def test_a_container_that_holds_itself_is_an_error_that_says_so(make: Any) -> None:
+    items: list[Any] = [torch.ones(1)]
+    items.append(make(items) if make is not list else items)
+    with pytest.raises(ValueError, match="a list in them holds itself"):
+        map_tensors(torch.Tensor.double, items)
