@@ -26,7 +26,8 @@ class Undo:
         >>> try:
         ...     with Undo() as undo:
         ...         undo.remember([model], [])
-        ...         model.half(); model.extra = 1; raise KeyError
+        ...         model.half().extra = 1
+        ...         raise KeyError
         ... except KeyError:
         ...     model.weight.dtype, hasattr(model, "extra")
         (torch.float32, False)
