@@ -24,7 +24,9 @@ def _keys(*keys: DispatchKey) -> DispatchKeySet:
 
 
 _INCLUDED = _keys(DispatchKey.BackendSelect, DispatchKey.ADInplaceOrView)
-_EXCLUDED = _keys(*(k for k in map(DispatchKey, range(64)) if torch._C._dispatch_key_name(k).startswith("Autocast")))
+_MODES = (DispatchKey.Python, DispatchKey.PythonTLSSnapshot)
+_AUTOCAST = [k for k in map(DispatchKey, range(64)) if torch._C._dispatch_key_name(k).startswith("Autocast")]
+_EXCLUDED = _keys(*_MODES, *_AUTOCAST)
 """A thread's keys outside of every mode, transform and region."""
 
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpamp
 from mpamp.wrapping import as_tensors, number_slots, wrap
@@ -56,6 +57,23 @@ def test_a_number_is_wrapped_in_any_state_of_the_thread() -> None:
     with torch.inference_mode(), torch.device("meta"):
         assert wrap(0.1).item() == 0.1
     assert not packed
+
+
+def test_dispatch_modes_see_no_wrapping() -> None:
+    seen: list[object] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3)
+    with mpamp.autocast("cpu", BRAIN, ops={"mul": "fp32"}):
+        pass
+    for region in (mpamp.autocast("cpu", BRAIN), torch.autocast("cpu", BRAIN)):
+        with region, Mode():
+            assert (7 * x).tolist() == [7.0, 7.0, 7.0]
+    assert seen == [torch.ops.aten.mul.Tensor] * 2
 
 
 def test_slots_come_from_the_overloads_that_take_a_number() -> None:
