@@ -13,8 +13,9 @@ from torch.utils import _pytree
 from .compiling import Contexts, is_compiling, is_dynamo_compiling, run_while_tracing, traced
 from .entries import Restoring
 from .marks import NO_MARK, Change, changes_to, compose_mark
+from .optable import OpTable
 from .programs import contexts_of
-from .registry import devices_in_use
+from .registry import device_state, devices_in_use
 from .scope import MARK, PLAIN, THREAD, Scope, graph_task, mark_here, resolve
 
 __all__ = ["DeviceAutocast", "run_in", "run_without", "scope_now"]
@@ -65,11 +66,15 @@ class DeviceAutocast:
             return _off(self.device_type)
         return _plain(self.device_type, self.dtype) if self.scope is None else Restoring(self._changes, False)
 
+    def own_table(self) -> OpTable | None:
+        """Return the scope's table where it isn't the device's default of now."""
+        table = None if self.scope is None else self.scope.table
+        return None if table is device_state(self.device_type).table else table
+
     def _changes(self) -> list[Change]:
-        device = next(d for d in devices_in_use() if d.type == self.device_type)
         assert self.scope is not None
-        put, scope = THREAD.state.put, self.scope.again(graph_task(), keep=True)
-        mark = compose_mark(mark_here(), device.type, None if scope.table is device.table else scope.table)
+        device, put, scope = device_state(self.device_type), THREAD.state.put, self.scope.again(graph_task(), keep=True)
+        mark = compose_mark(mark_here(), device.type, self.own_table())
         changes: list[Change] = [(put, device.index, scope), (put, MARK, mark), *changes_to(mark)]
         return [*changes, (torch.set_autocast_dtype, device.type, self.dtype), (_set_excluded, device.key, False)]
 
@@ -79,9 +84,7 @@ _pytree.register_constant(DeviceAutocast)
 
 @run_while_tracing
 def _contexts(state: DeviceAutocast) -> Contexts:
-    device = next(d for d in devices_in_use() if d.type == state.device_type)
-    assert state.scope is not None
-    return contexts_of(device, None if state.scope.table is device.table else state.scope.table, state.dtype)
+    return contexts_of(device_state(state.device_type), state.own_table(), state.dtype)
 
 
 def run_in(states: tuple[DeviceAutocast, ...], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
