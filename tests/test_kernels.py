@@ -15,6 +15,7 @@ from mpamp import kernels
 from mpamp.castcache import clear_cache
 from mpamp.codegen import kernel_source
 from mpamp.registry import device_state
+from mpamp.rows import Row
 
 BF16, HALF, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -216,3 +217,15 @@ def test_optional_lists_of_tensors_may_be_left_out():
         b = torch.zeros(2, 2)
         b[:, torch.tensor([0])] = torch.ones(2, 1, dtype=BF16)
     assert torch.equal(b, torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+
+
+def test_a_row_of_torch_s_table_that_this_torch_has_no_kernel_for_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rms_norm's, in torch 2.11: it was left to a kernel that isn't there, and ran as called."""
+    device, name = device_state("cpu"), "aten::celu"
+    native = {**kernels._native_policies("cpu"), name: Row(mpamp.CastPolicy.FP32)}
+    monkeypatch.setattr(kernels, "_native_policies", lambda device_type: native)
+    if name in kernels.installed("cpu"):
+        kernels.withdraw(device, [name])
+    with mpamp.autocast("cpu", torch.bfloat16, ops={"celu": "fp32"}):
+        assert torch.celu(torch.ones(2, dtype=torch.bfloat16)).dtype is torch.float32
+    kernels.withdraw(device, [name])  # it was made for a table that isn't torch's
