@@ -87,6 +87,10 @@ class _Spec:
         self.scope = Scope(default if self.table is None else self.table, kept_in, mark)
         self._nested: tuple[Mark, Scope] = (NO_MARK, self.scope)
 
+    def _dtypes_in(self) -> tuple[torch.dtype, ...]:
+        """Return the dtypes to have kernels for: a region in float32 may hold torch's own regions of lower ones."""
+        return self.device.backend.lower_precision_dtypes if self.dtype is torch.float32 else (self.dtype,)
+
     def prepare(self) -> bool:
         """Install what the region needs; tell whether it casts anything on this machine."""
         from .kernels import install
@@ -95,7 +99,7 @@ class _Spec:
         is_available = self.device.backend.is_available()
         if not is_available and not _is_fake(self.type):
             return False
-        is_complete = install(self.device, self.scope.table, self.dtype)
+        is_complete = all([install(self.device, self.scope.table, dtype) for dtype in self._dtypes_in()])
         if is_complete and is_available and version == self.version and not self.device.is_being_overtaken():
             self.ready = version
         return True

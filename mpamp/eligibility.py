@@ -57,10 +57,20 @@ def is_out_of_place(op: OpOverload) -> bool:
 
 def find_overload(name: str) -> OpOverload | None:
     """Return the overload that ``ns::op[.overload]`` names in this process, or None."""
+    if name in _torchs_own:
+        return _torchs_own[name]
     namespace, _, rest = name.partition("::")
     op, _, overload = rest.partition(".")
     found = getattr(_packet(namespace, op), overload or "default", None)
-    return found if isinstance(found, OpOverload) else None
+    if not isinstance(found, OpOverload):
+        return None
+    if namespace == "aten":
+        _torchs_own[name] = found
+    return found
+
+
+_torchs_own: dict[str, OpOverload] = {}
+"""Overloads found before; those of other namespaces may be defined anew, or go."""
 
 
 def _packet(namespace: str, op: str) -> OpOverloadPacket | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch._ops import OpOverload
 from .building import Kernel
 from .eligibility import overload_name
 
-__all__ = ["cover", "put_on_top", "surviving", "watch"]
+__all__ = ["cover", "overriding", "put_on_top", "surviving", "watch"]
 
 
 class _Kernels(dict[Any, Any]):
@@ -24,15 +25,20 @@ class _Kernels(dict[Any, Any]):
 
 
 def put_on_top(library: torch.library.Library, name: str, key_name: str, kernel: Kernel) -> None:
-    """Register a boxed kernel that is given the key set, over whatever is there.
+    """Register a boxed kernel that is given the key set, over whatever is there; called in ``overriding()``.
 
-    Not by ``Library.impl``, which ``watch`` tells others of; torch's warning that a kernel goes over another is
-    about others, too.
+    Not by ``Library.impl``, which ``watch`` tells others of.
     """
     assert library.m is not None
+    library.m.impl(name, key_name, kernel, True)
+
+
+@contextlib.contextmanager
+def overriding() -> Iterator[None]:
+    """Don't have torch warn that a kernel goes over another: that is about others' kernels."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*[Oo]verriding a previously registered kernel")
-        library.m.impl(name, key_name, kernel, True)
+        yield
 
 
 def cover(op: OpOverload, key: torch._C.DispatchKey) -> None:

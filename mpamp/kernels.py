@@ -20,7 +20,7 @@ from . import transforms
 from .building import Kernel, Nowhere, build, run_below
 from .carrying import serve_autograd
 from .eligibility import find_overload, overload_name
-from .extensions import cover, put_on_top, surviving, watch
+from .extensions import cover, overriding, put_on_top, surviving, watch
 from .locks import LOCK, burst
 from .marks import marks_in_use
 from .oplists import load_table, table_names
@@ -102,7 +102,7 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> bool:
     Returns whether every op of the table exists; a library that is imported later may bring the others.
     """
     device.prepare()
-    with burst(), LOCK:
+    with burst(), LOCK, overriding():
         _prepare_once()
         if device.type in _installed and device.see_modules():
             _reinstall(device)
@@ -137,7 +137,7 @@ def _prepare_once() -> None:
 
 def _make_anew(op: str) -> None:
     """Make our kernel of an op anew, for its schema may be another one."""
-    with LOCK:
+    with LOCK, overriding():
         for device in _devices_with(op):
             _installed[device.type].pop(op)._destroy()
             _install_one(device, op)
@@ -146,7 +146,7 @@ def _make_anew(op: str) -> None:
 
 def _stay_on_top(key_name: str, op: str) -> None:
     """Put our kernel back over one that has just been registered: the table decides in regions, that outside."""
-    with LOCK:
+    with LOCK, overriding():
         for device in _devices_with(op):
             if device.key_name == key_name:
                 _installed[device.type].pop(op)._destroy()
