@@ -14,7 +14,7 @@ from .castcache import PERSISTENT_CACHE, REGION_CACHE
 from .compiling import Contexts, is_dynamo_compiling, is_exporting, left_out_by_itself, run_while_tracing, traced
 from .decorating import decorate
 from .entries import enter, leave
-from .errors import MpampWarning, UnsupportedDtypeError
+from .errors import MpampWarning, RegionError, UnsupportedDtypeError
 from .marks import (
     CARRIERS,
     DEFAULT_MARK,
@@ -322,11 +322,12 @@ class Region:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if _has_function_modes() and is_exporting():
-            _exporting().record_exit()
-        state = _thread.state
-        entries, scopes, entry, is_left = state.entries, state.scopes, None, False
-        try:
+        entry: list[Any] | None = None
+        try:  # before anything that an exception can strike in
+            if _has_function_modes() and is_exporting():
+                _exporting().record_exit()
+            state = _thread.state
+            entries, scopes = state.entries, state.scopes
             entry = entries[-1] if entries else None
             if entry is not None and entry[0] is self and type(entry[2]) is tuple:
                 key, is_off, name, dtype, index, before, own, first, is_first = entry[2]
@@ -337,15 +338,17 @@ class Region:
                 _set_dtype(name, dtype)
                 _set_cache(entry[1])
                 entries.pop()
-                is_left = True
+                if not entries and state.casts:
+                    state.casts.clear()
+            else:
+                leave(self)
+        except RegionError:
+            raise
         except BaseException:
+            entries = _thread.state.entries
             if entries and entries[-1][0] is self and (entry is None or entries[-1] is entry):
                 leave(self)
             raise
-        if not is_left:
-            leave(self)
-        elif not entries and state.casts:
-            state.casts.clear()
 
     @overload
     def __call__(self, function: F) -> F: ...

@@ -176,7 +176,7 @@ def check(name: str, error: type[BaseException], most: int, *, is_first: bool = 
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RecursionError])
-@pytest.mark.parametrize("name", ["disabled", "absent"])
+@pytest.mark.parametrize("name", ["region", "disabled", "absent", "rules", "nested", "around torch's"])
 def test_an_exception_at_any_place_leaves_nothing(name: str, error: type[BaseException]) -> None:
     check(name, error, 150)
 

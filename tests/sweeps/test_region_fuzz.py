@@ -17,7 +17,7 @@ import torch
 import mpamp
 
 from .region_programs import program
-from .region_runs import failure, valid
+from .region_runs import failure, is_refused, valid
 from .region_trees import Node, Tree, shrink
 
 EAGER, EAGER_BLOCK = 1700, 50
@@ -25,7 +25,7 @@ COMPILED, COMPILED_BLOCK = 300, 20
 
 
 def report(number: int, tree: Tree, problem: str, is_native: bool) -> str:
-    """Describe a failing tree by the smallest program that fails too."""
+    """Describe a failing tree by the smallest program that fails too; empty where torch refuses that."""
 
     def fails(candidate: Tree) -> bool:
         try:
@@ -36,6 +36,8 @@ def report(number: int, tree: Tree, problem: str, is_native: bool) -> str:
     if not fails(tree):
         return f"tree {number} fails after those before it only: {problem}\n{program(tree, is_native=is_native)}"
     small = shrink(tree, fails)
+    if is_refused(small, failure(small)):
+        return ""
     steps = f"{small.steps} steps, backward {1 + small.is_twice} times"
     return f"tree {number}, {steps}:\n{program(small, is_native=is_native)}\n{failure(small, is_native=is_native)}"
 
@@ -47,8 +49,9 @@ def check(numbers: range, *, shown: int = 2, **options: Any) -> None:
     for number in numbers:
         tree = valid(number, **options)
         problem = failure(tree, is_native=is_native)
-        if problem:
-            failed[number] = report(number, tree, problem, is_native) if len(failed) < shown else ""
+        text = report(number, tree, problem, is_native) if problem and len(failed) < shown else problem
+        if text:
+            failed[number] = text
     assert not failed, f"{len(failed)} of {len(numbers)} trees fail: {list(failed)}\n" + "\n".join(failed.values())
 
 
