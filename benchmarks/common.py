@@ -26,8 +26,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpamp
-from mpamp import kernels
-from mpamp.registry import device_state
+from mpamp.devices.registry import device_state
+from mpamp.engine.python import kernels
 from mpamp.testing import KernelCounter, WeightCastCounter
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -15,12 +15,12 @@ import torch
 
 from mpamp import oplists
 from mpamp.cli.output import dtype_name
-from mpamp.eligibility import find_overload, is_in_place, is_out_of_place
 from mpamp.errors import OpTableError
 from mpamp.oplists import table_names
-from mpamp.optable import OpTable, Row
-from mpamp.policy import CastPolicy
-from mpamp.rows import check_row
+from mpamp.rules.eligibility import find_overload, is_in_place, is_out_of_place
+from mpamp.rules.optable import OpTable, Row
+from mpamp.rules.policy import CastPolicy
+from mpamp.rules.rows import check_row
 
 DEVICES = ("cpu", "cuda", "xpu")
 _MARKER = re.compile(r"^<!-- (names|table|diff|families|policies|refused): *(.*?) *-->$", flags=re.M)

@@ -1,10 +1,8 @@
 """Automatic mixed precision for PyTorch on every device."""
 
 from ._version import __version__
-from .autocast import Region, autocast
-from .backends.base import Backend
-from .castcache import CacheInfo, cache_info, clear_cache
-from .custom import custom_bwd, custom_fwd
+from .devices.registry import get_backend, get_op_table, set_op_rules
+from .engine.casts.cache import CacheInfo, cache_info, clear_cache
 from .errors import (
     BannedOpError,
     Fp16GradientError,
@@ -23,10 +21,9 @@ from .errors import (
     UnknownPolicyError,
     UnsupportedDtypeError,
 )
-from .functions import float_function, lower_precision_function, promote_function
-from .optable import OpTable
-from .policy import CastPolicy
-from .registration import (
+from .functions.annotated import float_function, lower_precision_function, promote_function
+from .functions.custom import custom_bwd, custom_fwd
+from .functions.registration import (
     register_float_function,
     register_lower_precision_function,
     register_op,
@@ -36,9 +33,12 @@ from .registration import (
     unregister_op,
     unregister_promote_function,
 )
-from .registry import get_backend, get_op_table, set_op_rules
+from .plugins.backend import Backend
+from .regions.region import Region, autocast
+from .regions.threads import inherit_regions
+from .rules.optable import OpTable
+from .rules.policy import CastPolicy
 from .scaler import GradScaler, ScaleEvent, ScalerConfig, ScaleRecord, ScaleState, StepResult
-from .threads import inherit_regions
 
 __all__ = [
     "Backend",

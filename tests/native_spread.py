@@ -137,7 +137,7 @@ def _casts_of(x: torch.Tensor, requires_grad: bool, cache_enabled: bool, regions
 def install_everything() -> int:
     """Open regions with tables that need a kernel at every slot; return how many there are then."""
     import mpamp
-    from mpamp.kernels import installed
+    from mpamp.engine.python.kernels import installed
 
     names = ("default", "native", "uniform")
     tables: Iterator[Any] = (mpamp.OpTable.named(name, "cpu") for name in names)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import mpamp
-from mpamp.custom import custom_bwd, custom_fwd
+from mpamp.functions.custom import custom_bwd, custom_fwd
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "mpamp-npy" / "src"))
 from mpamp_npy.device import register

@@ -17,8 +17,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import mpamp
-from mpamp.eligibility import find_overload, is_out_of_place
 from mpamp.errors import OpTableError
+from mpamp.rules.eligibility import find_overload, is_out_of_place
 
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (FULL, torch.complex64, torch.int64, torch.bool)

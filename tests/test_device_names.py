@@ -77,7 +77,7 @@ MODULES = sorted(p for p in (ROOT / "mpamp").rglob("*.py") if not _is_a_devices_
 
 def test_there_are_modules_to_look_at() -> None:
     assert len(MODULES) > 40
-    assert ROOT / "mpamp" / "backends" / "base.py" in MODULES
+    assert ROOT / "mpamp" / "plugins" / "backend.py" in MODULES
     assert ROOT / "mpamp" / "backends" / "cpu" / "__init__.py" not in MODULES
 
 

@@ -19,11 +19,11 @@ import torch
 import mpamp
 from mpamp import errors
 from mpamp.cli.app import app
-from mpamp.eligibility import find_overload
 from mpamp.oplists import families, refused
-from mpamp.optable import OpTable
 from mpamp.plugins import hookspecs
-from mpamp.policy import CastPolicy
+from mpamp.rules.eligibility import find_overload
+from mpamp.rules.optable import OpTable
+from mpamp.rules.policy import CastPolicy
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

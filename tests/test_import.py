@@ -99,7 +99,7 @@ def trap(tmp_path: Path) -> Path:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mpamp-trap\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[mpamp]\ntrapped = mpamp_trap\n")
     (tmp_path / "mpamp_trap.py").write_text(
-        "from mpamp.backends.base import Backend\n"
+        "from mpamp.plugins.backend import Backend\n"
         "class Trap(Backend):\n    device_type = 'trapped'\n    autocast_key = 'AutocastPrivateUse1'\n"
         "def mpamp_backends():\n    return [Trap()]\n"
     )

@@ -62,11 +62,11 @@ def install(tmp_path: Path, distribution: str, entry: str) -> None:
 # -- Forks ---------------------------------------------------------------------------------------------------
 
 MOMENTS = [
-    "mpamp.registry._ask_for",
+    "mpamp.devices.registry._ask_for",
     "mpamp.plugins.manager.PluginManager.backend",
-    "mpamp.devicestate.DeviceState.ask",
-    "mpamp.kernels._install_one",
-    "mpamp.kernels.tag_compiler_caches",
+    "mpamp.devices.state.DeviceState.ask",
+    "mpamp.engine.python.kernels._install_one",
+    "mpamp.engine.python.kernels.tag_compiler_caches",
 ]
 AT = """
 moment = {moment!r}
@@ -119,7 +119,7 @@ thread.join()
 
 @needs_fork
 @pytest.mark.parametrize(
-    "module", ["mpamp.plugins.manager", "mpamp.plugins.guard", "mpamp.kernels", "mpamp.backends.cpu"]
+    "module", ["mpamp.plugins.manager", "mpamp.plugins.guard", "mpamp.engine.python.kernels", "mpamp.backends.cpu"]
 )
 def test_a_fork_while_a_part_of_mpamp_is_imported(module: str, tmp_path: Path) -> None:
     assert run(tmp_path, IMPORTED_LATE.format(module=module)) == ["0"]

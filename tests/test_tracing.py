@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import mpamp
-from mpamp import marks
+from mpamp.engine import marks
 
 ROOT = Path(__file__).parents[1]
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..autocast import Region, autocast
+from ..engine.scope import THREAD
 from ..locks import turn
-from ..scope import THREAD
+from ..regions.region import Region, autocast
 from .blocks import LOCAL, PROCESS, ThreadPart, casts_off, casts_on, threads
 from .errors import AmpUsageError
 from .patches import Patches

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ..functions import float_function, promote_function
-from ..functions import lower_precision_function as half_function
-from ..registration import register_float_function, register_promote_function
-from ..registration import register_lower_precision_function as register_half_function
+from ..functions.annotated import float_function, promote_function
+from ..functions.annotated import lower_precision_function as half_function
+from ..functions.registration import register_float_function, register_promote_function
+from ..functions.registration import register_lower_precision_function as register_half_function
 from . import handle, scaler
 from .checkpoint import load_state_dict, state_dict
 from .handle import AmpHandle, NoOpHandle, disable_casts, init

@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from ..autocast import Region
 from ..locks import LOCK
+from ..regions.region import Region
 
 __all__ = [
     "LOCAL",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..containers import mapping_like, sequence_like
+from ..functions.containers import mapping_like, sequence_like
 from .masters import LOW
 from .patches import passing_for, set_class
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import castcache
+from ..engine.casts import cache as castcache
 from ..errors import MpampWarning
 from . import ambient, blocks
 from .errors import AmpUsageError

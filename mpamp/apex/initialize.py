@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import kernels
-from ..registry import devices_in_use
+from .. import engine
+from ..devices.registry import devices_in_use
 from . import ambient, blocks, distributed
 from . import optimizers as _optimizers
 from .casting import (
@@ -279,7 +279,7 @@ def shutdown() -> None:
     """
     ambient.withdraw()
     for device in devices_in_use():
-        kernels.tidy(device)
+        engine.tidy(device)
     for attachment in _optimizers.attached():
         attachment.stop()
     for model, cast in list(_models.items()):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..autocast import autocast
-from ..functions import casting
-from ..optable import OpTable
-from ..registry import get_backend
+from ..devices.registry import get_backend
+from ..functions.annotated import casting
+from ..regions.region import autocast
+from ..rules.optable import OpTable
 from . import ambient, blocks
 from .masters import LOW
 from .patches import Patches

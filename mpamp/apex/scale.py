@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..castcache import clear_cache
+from ..engine.casts.cache import clear_cache
 from .errors import AmpIndexError, AmpUsageError
 from .holding import is_optimizer
 from .optimizers import stash_of

@@ -13,8 +13,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 import mpamp
+from mpamp.devices.registry import device_state
 from mpamp.errors import PluginConflictError, PluginLoadError
-from mpamp.registry import device_state
 
 if TYPE_CHECKING:
     from mpamp.cli.demo_training import TrainingRun

@@ -9,13 +9,13 @@ import click
 import torch
 
 import mpamp
-from mpamp.backends.base import Backend
 from mpamp.cli.output import PROBLEM, dtype_name, print_json, print_table
 from mpamp.cli.plugins import examine_all, plugins_left_out, record
+from mpamp.devices.registry import DeviceState, device_state
+from mpamp.engine import needs_kernel
 from mpamp.errors import MpampError, shown
-from mpamp.kernels import needs_kernel
+from mpamp.plugins.backend import Backend
 from mpamp.plugins.manager import manager
-from mpamp.registry import DeviceState, device_state
 
 __all__ = ["doctor"]
 

@@ -11,11 +11,11 @@ import torch
 
 import mpamp
 from mpamp.cli.output import dtype_name, errors_as_exits, print_json, print_table, quietly
-from mpamp.kernels import native_ops, needs_kernel
-from mpamp.optable import OpTable, Row
-from mpamp.policy import CastPolicy
-from mpamp.registry import DeviceState, device_state
-from mpamp.rows import parse_dtype
+from mpamp.devices.registry import DeviceState, device_state
+from mpamp.engine import native_ops, needs_kernel
+from mpamp.rules.optable import OpTable, Row
+from mpamp.rules.policy import CastPolicy
+from mpamp.rules.rows import parse_dtype
 
 __all__ = ["ops"]
 

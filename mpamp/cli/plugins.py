@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from mpamp.cli.output import PROBLEM, print_json, print_table, quietly
+from mpamp.devices.registry import get_backend
 from mpamp.errors import MpampError, told
 from mpamp.plugins.manager import PluginInfo, manager
-from mpamp.registry import get_backend
 
 __all__ = ["examine_all", "load_all", "plugins", "plugins_left_out", "record"]
 

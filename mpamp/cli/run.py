@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 import mpamp
 from mpamp.apex import install
+from mpamp.devices.registry import device_state
 from mpamp.errors import PluginConflictError, PluginLoadError
-from mpamp.registry import device_state
 
 __all__ = ["run"]
 

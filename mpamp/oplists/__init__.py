@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from importlib import resources
 from typing import Any
 
-from ..eligibility import find_overload
 from ..errors import OpTableError, nearest
-from ..optable import ANY_DEVICE, OpTable, Row
-from ..policy import CastPolicy
-from ..rows import FAMILY_SIGN, parse_dtype
+from ..rules.eligibility import find_overload
+from ..rules.optable import ANY_DEVICE, OpTable, Row
+from ..rules.policy import CastPolicy
+from ..rules.rows import FAMILY_SIGN, parse_dtype
+from ..rules.shipped import LISTS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -143,3 +144,6 @@ def _expand(names: Iterable[str]) -> list[str]:
     for name in names:
         found += _families()[name[1:]] if name.startswith(FAMILY_SIGN) else [name]
     return [f"aten::{op}" for op in found]
+
+
+LISTS.families, LISTS.refused, LISTS.table = families, refused, load_table

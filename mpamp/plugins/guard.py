@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 
-from ..backends.base import Backend
 from ..errors import PluginLoadError
+from .backend import Backend
 
 __all__ = ["guarded", "interview"]
 

@@ -11,8 +11,8 @@ import torch
 if TYPE_CHECKING:
     import click
 
-    from ..backends.base import Backend
-    from ..scaler import ScaleEvent, ScalerConfig
+    from .backend import Backend
+    from .events import ScaleEvent, ScalerArguments
 
 __all__ = ["API_VERSION", "hookimpl", "hookspec"]
 
@@ -38,7 +38,7 @@ def mpamp_op_rules(device_type: str, dtype: torch.dtype) -> Mapping[str, Any] | 
 
 
 @hookspec(firstresult=True)
-def mpamp_make_scaler(device_type: str, config: ScalerConfig) -> torch.amp.GradScaler | None:
+def mpamp_make_scaler(device_type: str, config: ScalerArguments) -> torch.amp.GradScaler | None:
     """Return the gradient scaler for a device, of hardware with an overflow flag of its own for one; or None.
 
     Called when an enabled ``mpamp.GradScaler`` is made, not for its subclasses. ``config.arguments()`` are the

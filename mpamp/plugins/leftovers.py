@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch._C import DispatchKey
 
 from ..errors import RegionError
-from ..scope import THREAD
 
-__all__ = ["no_region_left"]
+__all__ = ["no_region_left", "watch_regions"]
+
+_open_regions: list[Callable[[], list[Any]]] = []
+
+
+def watch_regions(opened: Callable[[], list[Any]]) -> None:
+    """Take the calling thread's open regions, each in a list that begins with it, from ``opened``."""
+    _open_regions[:] = [opened]
 
 
 @functools.cache
@@ -29,7 +36,7 @@ def no_region_left() -> Iterator[None]:
         RegionError: What ran inside raised nothing, but left a region open.
     """
     is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-    entries = THREAD.state.entries
+    entries = _open_regions[0]()
     depth, keys = len(entries), {key: is_excluded(key) for key in _autocast_keys()}
     cache = torch.is_autocast_cache_enabled()
     is_left = False

@@ -20,12 +20,12 @@ from typing import Any, cast
 import pluggy
 import torch
 
-from ..backends.base import Backend, TorchNativeBackend
 from ..errors import MpampError, MpampWarning, PluginConflictError, PluginLoadError, UnknownDeviceError, nearest, shown
 from ..locks import turn
-from ..optable import OpTable
+from ..rules.optable import OpTable
 from . import found as _found
 from . import hookspecs
+from .backend import Backend, TorchNativeBackend
 from .found import GROUP, EntryPoint, PluginInfo
 from .guard import guarded
 from .leftovers import no_region_left

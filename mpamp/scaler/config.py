@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..backends.base import TorchNativeBackend
+from ..devices.registry import device_state
 from ..errors import ScalerSettingError
-from ..registry import device_state
+from ..plugins.backend import TorchNativeBackend
 from .state import MAX_SCALE, MIN_SCALE, ScaleState, check_count, check_number, check_scale
 
 __all__ = ["ScalerConfig"]

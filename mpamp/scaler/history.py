@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..plugins.events import ScaleEvent
+
 __all__ = ["History", "ScaleEvent", "ScaleRecord", "StepResult"]
 
 LEAST_ROWS = 64
@@ -29,23 +31,6 @@ class ScaleRecord:
     step: int
     scale: float
     skipped: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleEvent:
-    """One step of one optimizer, as ``mpamp_scale_event`` is told of it.
-
-    Attributes:
-        step: The number of the scaler's update that the step belongs to, from 1.
-        scale: The scale that its losses were multiplied by.
-        skipped: Whether the step was skipped.
-        optimizer: Whose step it was.
-    """
-
-    step: int
-    scale: float
-    skipped: bool
-    optimizer: torch.optim.Optimizer
 
 
 class StepResult:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..registry import device_state
+from ..devices.registry import device_state
 from .gradients import Bucket, local_part, sort_gradients, values_of
 
 __all__ = ["Rule", "combine", "inverse", "is_on_host", "rescale_", "unless", "unscale_bucket_", "update_scale_"]

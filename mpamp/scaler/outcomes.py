@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..registry import device_state
+from ..devices.registry import device_state
 from . import kernels
 from .history import History, ScaleEvent, StepResult
 from .watch import SkipWatch

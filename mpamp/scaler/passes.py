@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ..compiling import is_dynamo_compiling, left_out_by_itself
+from ..engine.compiling import is_dynamo_compiling, left_out_by_itself
 
 __all__ = ["Listener", "Passes"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from ..compiling import left_to_python
+from ..engine.compiling import left_to_python
 from . import kernels
 from .config import PluginMadeMeta, ScalerConfig
 from .history import StepResult

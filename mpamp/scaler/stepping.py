@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ..compiling import left_to_python
+from ..engine.compiling import left_to_python
 from . import kernels
 from .closures import Closure, Evaluations, SkipStep, is_torchs, replace_closure, take_closure
 from .fused import is_fused, lent

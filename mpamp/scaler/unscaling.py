@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ..compiling import left_to_python
+from ..engine.compiling import left_to_python
 from . import gradients, kernels
 from .outputs import map_tensors
 from .settings import ScalerSettings

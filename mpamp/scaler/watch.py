@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..backends.base import Backend
 from ..errors import GradientOverflowError, MpampWarning
+from ..plugins.backend import Backend
 from .gradients import has_non_finite, name_gradients
 
 __all__ = ["SkipWatch", "report_skips"]

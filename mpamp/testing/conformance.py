@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..backends.base import Backend
-from ..optable import OpTable
-from ..registry import get_backend
+from ..devices.registry import get_backend
+from ..plugins.backend import Backend
+from ..rules.optable import OpTable
 from ..scaler import GradScaler
 from .conformance_regions import backend_tests, cache_tests, checkpoint_tests, custom_function_tests, nesting_tests
 from .conformance_report import Check, Report, require, run

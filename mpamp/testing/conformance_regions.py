@@ -10,10 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from ..custom import custom_bwd, custom_fwd
 from ..errors import UnsupportedDtypeError
-from ..optable import OpTable
-from ..policy import CASTABLE, CastPolicy
+from ..functions.custom import custom_bwd, custom_fwd
+from ..rules.optable import OpTable
+from ..rules.policy import CASTABLE, CastPolicy
 from .conformance_report import Inapplicable, require
 from .conformance_subject import Subject, Test
 from .counting import WeightCastCounter

@@ -12,11 +12,10 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..codegen import WRITTEN
-from ..eligibility import OBSERVERS, find_overload, is_in_place
 from ..errors import BannedOpError
-from ..policy import CASTABLE, CastPolicy, target_dtype
-from ..rows import APPEND_DTYPE, Row, check_row
+from ..rules.eligibility import OBSERVERS, WRITTEN, find_overload, is_in_place
+from ..rules.policy import CASTABLE, CastPolicy, target_dtype
+from ..rules.rows import APPEND_DTYPE, Row, check_row
 from .conformance_arguments import Call, Maker, arguments
 from .conformance_report import Inapplicable, require
 from .conformance_subject import Subject, Test

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..autocast import Region, autocast, forget_regions
-from ..backends.base import Backend
-from ..kernels import withdraw
-from ..registry import DeviceState, device_state
+from ..devices.registry import DeviceState, device_state
+from ..engine import withdraw
+from ..plugins.backend import Backend
+from ..regions.region import Region, autocast, forget_regions
 from ..scaler import GradScaler
 from .conformance_report import Inapplicable
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpamp
 from mpamp.apex import ambient, amp
-from mpamp.registry import device_state
+from mpamp.devices.registry import device_state
 from mpamp.testing import KernelCounter
 from tests.apex.training import data, net, start, step
 
@@ -68,16 +68,16 @@ def test_what_is_installed_and_that_all_of_it_goes():
     start("O1")
     assert in_place() == EXPECTED
     assert all(attributes()[name] != before[name] for name in before)
-    kernels, regions = mpamp.kernels.installed("cpu"), len(mpamp.scope.THREAD.state.entries)
+    kernels, regions = mpamp.engine.python.kernels.installed("cpu"), len(mpamp.engine.scope.THREAD.state.entries)
     for _ in range(3):
         start("O1")
         assert in_place() == EXPECTED
-        assert mpamp.kernels.installed("cpu") == kernels
-        assert len(mpamp.scope.THREAD.state.entries) == regions
+        assert mpamp.engine.python.kernels.installed("cpu") == kernels
+        assert len(mpamp.engine.scope.THREAD.state.entries) == regions
     amp.shutdown()
     assert attributes() == before
     assert ambient.installed() == []
-    assert mpamp.scope.THREAD.state.entries == []
+    assert mpamp.engine.scope.THREAD.state.entries == []
     assert dtype() is FP32
 
 
@@ -143,7 +143,7 @@ def test_a_thread_of_an_earlier_initialize_moves_to_the_new_dtype():
 def test_a_thread_that_ends_after_shutdown():
     start("O1")
     go, done = threading.Event(), []
-    thread = threading.Thread(target=lambda: (go.wait(), done.append(mpamp.scope.THREAD.state)))
+    thread = threading.Thread(target=lambda: (go.wait(), done.append(mpamp.engine.scope.THREAD.state)))
     thread.start()
     amp.shutdown()
     go.set()

@@ -313,7 +313,7 @@ def test_binary_cross_entropy_may_be_allowed(how):
         assert F.binary_cross_entropy(VEC.half(), VEC).dtype is FP32
     finally:
         if how == "register":
-            mpamp.registration.unregister_float_function(F, "binary_cross_entropy")
+            mpamp.functions.registration.unregister_float_function(F, "binary_cross_entropy")
 
 
 # -- RNNs --------------------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ def test_the_users_registration_decides():
         start("O1")
         assert F.linear(SQUARE, SQUARE).dtype is FP32
     finally:
-        mpamp.registration.unregister_float_function(F, "linear")
+        mpamp.functions.registration.unregister_float_function(F, "linear")
 
 
 # -- The cast cache ----------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 
 import mpamp
 from mpamp.cli.app import app
-from mpamp.kernels import native_ops, needs_kernel
-from mpamp.registry import device_state
+from mpamp.devices.registry import device_state
+from mpamp.engine.python.kernels import native_ops, needs_kernel
 
 ROOT = Path(__file__).parents[2]
 DTYPES = ("bfloat16", "float16")

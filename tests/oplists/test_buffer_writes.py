@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 
 import mpamp
 from mpamp import OpTable, OpTableError, UnknownOpError
-from mpamp.eligibility import find_overload, is_in_place
 from mpamp.oplists import families
+from mpamp.rules.eligibility import find_overload, is_in_place
 from tests.parity.observe import FAKE, PLACES, device_of, is_here, tensors_at
 
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mpamp import CastPolicy, OpTable, OpTableError
-from mpamp.eligibility import find_overload, is_out_of_place
 from mpamp.oplists import families, load_table, refused, table_names
-from mpamp.rows import APPEND_DTYPE
+from mpamp.rules.eligibility import find_overload, is_out_of_place
+from mpamp.rules.rows import APPEND_DTYPE
 from tests.parity.arguments import Maker, arguments
 from tests.parity.observe import (
     FAKE,
@@ -208,8 +208,8 @@ def test_native_rows_are_what_torch_registers(device: str) -> None:
 
 def _registered(device: str) -> set[str]:
     """Return what torch itself has registered: without the kernels of ours that other tests left there."""
-    from mpamp.kernels import native_ops
-    from mpamp.registry import device_state
+    from mpamp.devices.registry import device_state
+    from mpamp.engine.python.kernels import native_ops
 
     return {op for op in native_ops(device_state(device)) if op.startswith("aten::")}
 

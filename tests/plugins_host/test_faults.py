@@ -14,14 +14,15 @@ import pytest
 import torch
 
 import mpamp
-from mpamp import kernels, registry
-from mpamp.autocast import forget_regions
-from mpamp.backends.base import Backend
+from mpamp.devices import registry
+from mpamp.engine.python import kernels
 from mpamp.errors import shown
 from mpamp.plugins import hookspecs
 from mpamp.plugins import manager as plugins
+from mpamp.plugins.backend import Backend
 from mpamp.plugins.hookspecs import hookimpl
 from mpamp.plugins.manager import PluginManager
+from mpamp.regions.region import forget_regions
 from tests.forks import in_child
 
 BRAIN = torch.bfloat16

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import mpamp
-from mpamp.backends.base import Backend
+from mpamp.devices.registry import DeviceState, settle
+from mpamp.plugins.backend import Backend
 from mpamp.plugins.hookspecs import API_VERSION, hookimpl
 from mpamp.plugins.manager import PluginManager
-from mpamp.registry import DeviceState
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 
@@ -347,7 +347,7 @@ def test_a_plugin_without_rules_for_the_device_is_left_out() -> None:
 
 
 def device_with(*points: Point) -> DeviceState:
-    state = DeviceState(manage().backend("cpu"))
+    state = DeviceState(manage().backend("cpu"), settle)
     state.add_plugin_rules(rules_of(*points))
     return state
 
@@ -382,7 +382,7 @@ def test_two_plugins_with_different_rules_for_one_op_are_an_error_that_names_bot
 
 
 def test_a_conflict_of_rules_leaves_the_table_as_it_was() -> None:
-    state = DeviceState(manage().backend("cpu"))
+    state = DeviceState(manage().backend("cpu"), settle)
     before = state.table
     with pytest.raises(mpamp.PluginConflictError):
         state.add_plugin_rules(rules_of(pack("a", {"softmax": "fp32"}), pack("b", {"softmax": "promote"})))
@@ -451,7 +451,7 @@ def test_a_plugin_that_exits_on_import_is_quarantined() -> None:
 
 
 def test_devices_asked_for_by_a_hook_have_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpamp import registry
+    from mpamp.devices import registry
     from mpamp.plugins import manager as module
 
     def rules(device_type: str) -> dict[str, str]:

@@ -12,9 +12,9 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpamp.backends.base import Backend
+from mpamp.devices.registry import get_backend
 from mpamp.errors import GradientOverflowError, MpampWarning
-from mpamp.registry import get_backend
+from mpamp.plugins.backend import Backend
 from mpamp.scaler import GradScaler, StepResult
 from mpamp.scaler.watch import SkipWatch
 

@@ -189,7 +189,11 @@ def _difference(what: str, got: torch.Tensor | None, want: torch.Tensor | None, 
     largest = want.double().abs().max().item()
     # One number is a sum over all of a batch, whose parts may cancel out.
     allowed = 0.15 * largest + (0.02 if want.numel() == 1 else 1e-3) if is_loose else 0.0
-    if difference <= allowed or torch.equal(got, want) or (is_loose and (largest > HALFS_MAX or not got.isfinite().all())):
+    if (
+        difference <= allowed
+        or torch.equal(got, want)
+        or (is_loose and (largest > HALFS_MAX or not got.isfinite().all()))
+    ):
         return []
     return [f"{what} is off by {difference:.3g} (of {want.abs().max().item():.3g}; {allowed:.3g} is allowed)"]
 

@@ -199,7 +199,7 @@ def often_switched() -> Iterator[None]:
 
 def objects_of_mpamp() -> Counter[str]:
     gc.collect()
-    return Counter(type(o).__qualname__ for o in gc.get_objects() if type(o).__module__.startswith("mpamp"))
+    return Counter(type(o).__qualname__ for o in gc.get_objects() if str(type(o).__module__).startswith("mpamp"))
 
 
 def check(rounds: int) -> None:

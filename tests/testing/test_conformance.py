@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import mpamp
-from mpamp.backends.base import Backend
 from mpamp.backends.cpu import CpuBackend
-from mpamp.optable import OpTable
+from mpamp.plugins.backend import Backend
 from mpamp.plugins.hookspecs import hookimpl
 from mpamp.plugins.manager import manager
-from mpamp.policy import CastPolicy
-from mpamp.rows import Row
+from mpamp.rules.optable import OpTable
+from mpamp.rules.policy import CastPolicy
+from mpamp.rules.rows import Row
 from mpamp.scaler import kernels
 from mpamp.testing import ConformanceError, Report, check_backend
 from tests.parity.observe import is_here

@@ -6,9 +6,9 @@ import functools
 
 import torch
 
-from ...optable import OpTable
+from ...plugins.backend import Backend
 from ...plugins.hookspecs import hookimpl
-from ..base import Backend
+from ...rules.optable import OpTable
 from .probe import leaves_garbage
 
 __all__ = ["CpuBackend", "mpamp_backends"]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ... import custom as _custom
-from ...autocast import Region
-from ...autocast import autocast as _autocast
+from ...functions import custom as _custom
+from ...regions.region import Region
+from ...regions.region import autocast as _autocast
 from ..dropin import grad_scaler
 
 if TYPE_CHECKING:

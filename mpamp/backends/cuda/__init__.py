@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from ...plugins.backend import Backend
 from ...plugins.hookspecs import hookimpl
-from ..base import Backend
 
 __all__ = ["CudaBackend", "mpamp_backends"]
 

@@ -6,8 +6,8 @@ import importlib.util
 
 import torch
 
+from ...plugins.backend import Backend
 from ...plugins.hookspecs import hookimpl
-from ..base import Backend
 
 __all__ = ["XpuBackend", "mpamp_backends"]
 

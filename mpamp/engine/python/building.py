@@ -1,0 +1,272 @@
+"""Builds the kernel of one op on one device: the source that ``codegen`` writes, and its globals."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import math
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from ...devices.state import DeviceState
+from ...oplists import families
+from ...rules.eligibility import PARAMETERS, WRITTEN, find_overload, overload_name
+from ...rules.policy import CASTABLE, CastPolicy, target_dtype
+from ...rules.rows import APPEND_DTYPE
+from ..compiling import left_out_by_itself
+from ..resolving import resolve as _resolve
+from ..scope import THREAD, Scope, ThreadState, graph_task, mode_depth
+from .caster import caster, keeper, returns_new
+from .codegen import is_normalization, kernel_source, names_of
+from .wrapping import wrap
+
+__all__ = ["Kernel", "Nowhere", "build", "run_below"]
+
+_TORCH = "mm bmm addmm baddbmm addbmm matmul mv addmv prelu cat stack"
+_FAST: dict[str, Callable[..., Any]] = {
+    "aten::linear": torch._C._nn.linear,
+    **{f"aten::{name}": getattr(torch, name) for name in _TORCH.split(" ")},
+    **{f"aten::conv{n}d{overload}": getattr(torch, f"conv{n}d") for n in (1, 2, 3) for overload in ("", ".padding")},
+}
+"""Bindings that reach the same overload sooner than ``torch.ops`` does."""
+
+Kernel = Callable[..., Any]
+Resolve = Callable[[DeviceState], "Scope | None"]
+set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+"""Autograd's C++ kernels switch this key off for what they call, and only they do."""
+
+
+class Nowhere:
+    """Stands for a thread without open regions, so that ``resolve`` alone gives a kernel its scope."""
+
+    state = ThreadState()
+
+
+def build(
+    device: DeviceState,
+    op: OpOverload,
+    *,
+    outside: Kernel,
+    absent: Callable[..., Any],
+    call: Kernel | None = None,
+    torchs: CastPolicy | None = None,
+    thread: Any = THREAD,
+    resolve: Resolve = _resolve,
+) -> Kernel:
+    """Return the kernel of one op at a device's Autocast key; it is written when it is first called.
+
+    Args:
+        device: The device whose key it will be installed at.
+        op: The overload.
+        outside: What runs where no region of ours decides: torch's own kernel, or what is below.
+        absent: What runs in a scope whose table gives the op no policy; it is given the scope first.
+        call: What runs the op once its arguments are cast; None is the op itself, from the top. If one is given,
+            it and the two above take numbers in the place of tensors.
+        torchs: The policy that ``outside`` follows, where it is one that calls may be left to.
+        thread: Where the kernel looks for the scope first.
+        resolve: What it asks where that doesn't settle it.
+    """
+
+    def write() -> FunctionType:
+        environment = {
+            **_constants(device, op),
+            **_functions(device, op, call or _FAST.get(overload_name(op), op._op)),
+            "_TORCHS": torchs,
+            "_thread": thread,
+            "_resolve": resolve,
+            "_outside": outside,
+            "_absent": absent,
+        }
+        name = overload_name(op)
+        minds_sparse = name in _PRODUCTS and not device.backend.has_sparse_lower_precision
+        source = kernel_source(op, torchs, wraps=call is None, minds_sparse=minds_sparse)
+        file = f"<mpamp kernel {device.type} {name}>"
+        linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+        exec(_compiled(source), environment)
+        kernel: FunctionType = environment["kernel"]
+        kernel.__code__ = kernel.__code__.replace(co_filename=file, co_name=name)  # for profilers and tracebacks
+        return left_out_by_itself(kernel)
+
+    return _by_keyword(op, _when_called(write))
+
+
+@left_out_by_itself
+def _stub(*args: Any, **kwargs: Any) -> Any:
+    return _become(args, kwargs)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _when_called(write: Callable[[], FunctionType]) -> Kernel:
+    """Return a function that becomes what ``write`` returns when it is first called."""
+    environment: dict[str, Any] = {}
+    kernel = FunctionType(_stub.__code__, environment)
+
+    def become(args: Any, kwargs: Any) -> Any:
+        written = write()
+        environment.update(written.__globals__)
+        kernel.__defaults__, kernel.__kwdefaults__ = written.__defaults__, written.__kwdefaults__
+        kernel.__code__ = written.__code__  # last: another thread may be calling it
+        return kernel(*args, **kwargs)
+
+    environment["_become"] = become
+    return kernel
+
+
+def _constants(device: DeviceState, op: OpOverload) -> dict[str, Any]:
+    return {
+        **{f"_D{i}": a.default_value for i, a in enumerate(op._schema.arguments)},
+        "_OP": overload_name(op),
+        "_TYPE": device.type,
+        "_KEY": device.key,
+        "_INDEX": device.index,
+        "_device": device,
+        "_LOWER": CastPolicy.LOWER_PRECISION_FP,
+        "_PROMOTE": CastPolicy.PROMOTE,
+        "_BANNED": CastPolicy.BANNED,
+        "_SET_OPT": CastPolicy.FP32_SET_OPT_DTYPE,
+        "_APPEND": CastPolicy.FP32_APPEND_DTYPE,
+        "_TENSOR": torch.Tensor,
+        "_FLOAT32": torch.float32,
+        "_FLOAT64": torch.float64,
+        "_CASTABLE": CASTABLE,
+        "_VIEWS": _VIEWS,
+        "_graph_task": graph_task,
+        "_mode_depth": mode_depth,
+        "_is_overlaid": torch.is_autocast_cache_enabled,  # a region turns it off; a compiled program's regions, on
+        "_is_excluded": torch._C._dispatch_tls_is_dispatch_key_excluded,
+        "_is_in_a_kernel": _is_in_a_kernel,
+        "_get_dtype": torch.get_autocast_dtype,
+        "_set_excluded": set_excluded,
+        "_knows": _knows,
+        "_policy_of_sparse": _policy_of_sparse,
+        "_wrap": wrap,
+        "_isinstance": isinstance,
+    }
+
+
+def _functions(device: DeviceState, op: OpOverload, call: Kernel) -> dict[str, Any]:
+    name = overload_name(op)
+    may_keep, kept = keeper(device.backend)
+    cast, cast_apart = caster(device.backend, keep=returns_new(op)), caster(device.backend, keep=False)
+    append = find_overload(APPEND_DTYPE[name]) if name in APPEND_DTYPE else None
+
+    def cast_all(tensors: Any, target: torch.dtype, scope: Scope) -> list[Any]:
+        one = cast if len(tensors) > 1 else cast_apart  # a product of one tensor may be a view of it
+        return [t if t is None else one(t, target, scope) for t in tensors]
+
+    return {
+        "_target_of": _target_of(device, name),
+        "_may_keep": may_keep,
+        "_kept": kept,
+        "_cast": cast,
+        "_cast_all": cast_all,
+        "_call": call,
+        "_call_append": None if append is None else append._op,
+        "_normalize": _normalizer(device, op, call) if is_normalization(op) else None,
+    }
+
+
+@functools.cache
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<mpamp kernel>", "exec")
+
+
+def _by_keyword(op: OpOverload, kernel: Kernel) -> Kernel:
+    """Return a kernel that takes the op's own keywords."""
+    names, by_position = names_of(op)
+    if not by_position:
+        return kernel
+    own = {a.name: name for a, name in zip(op._schema.arguments, names, strict=True) if a.kwarg_only}
+
+    def renaming(keys: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return kernel(keys, *args, **{own[name]: value for name, value in kwargs.items()})
+
+    return left_out_by_itself(renaming)
+
+
+def run_below(device: DeviceState, op: OpOverload) -> Kernel:
+    """Return what runs an op as if its Autocast key had no kernel: what it is made of is autocast."""
+    after, redispatch = torch._C._dispatch_keyset_full_after(device.key), op._handle.redispatch_boxed
+    return lambda keys, /, *args, **kwargs: redispatch(keys & after, *args, **kwargs)
+
+
+def _is_in_a_kernel() -> bool:
+    """Tell whether autograd's kernel is what is running: functorch's levels switch that key off, too.
+
+    A kernel in C++ takes what it calls to have the dtypes that it asked for: ``unique`` reads what ``sort`` gives it.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | None]:
+    on_device = device.backend.tensor_check()
+
+    def target_of(
+        policy: CastPolicy | None, lower: torch.dtype, tensors: Iterable[Any], numbers: Iterable[Any] = ()
+    ) -> torch.dtype | None:
+        flat = [t for item in tensors for t in (item if isinstance(item, list | tuple) else (item,))]
+        flat = [t for t in flat if isinstance(t, torch.Tensor)]
+        if any(t.dtype is torch.float64 for t in flat):
+            return None
+        dtypes = [t.dtype for t in flat if t.dtype in CASTABLE and on_device(t)]
+        if not all(_holds(dtype, number) for number in numbers for dtype in dtypes):
+            dtypes.append(torch.float32)
+        return target_dtype(policy, name, lower, dtypes)
+
+    return target_of
+
+
+_MAX = {dtype: torch.finfo(dtype).max for dtype in CASTABLE}
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+_PRODUCTS = {f"aten::{name}" for family in ("matmul", "matvec") for name in families()[family]}
+"""Ops that take sparse tensors."""
+
+
+def _holds(dtype: torch.dtype, number: Any) -> bool:
+    return not isinstance(number, int | float) or abs(number) <= _MAX[dtype] or not math.isfinite(number)
+
+
+def _policy_of_sparse(policy: CastPolicy, tensors: Iterable[Any]) -> CastPolicy:
+    """Return the policy of a product on a device without 16-bit kernels for two sparse tensors or a compressed one."""
+    layouts = [t.layout for t in tensors if isinstance(t, torch.Tensor) and t.layout in _SPARSE]
+    is_missing = len(layouts) > 1 or (layouts and layouts[0] is not torch.sparse_coo)
+    return CastPolicy.FP32 if is_missing and policy is CastPolicy.LOWER_PRECISION_FP else policy
+
+
+def _knows(lower: torch.dtype, tensors: Iterable[Any]) -> bool:
+    """Tell whether torch's promote takes a call: it raises on a dtype that is neither float32 nor the region's."""
+    for item in tensors:
+        for tensor in item if isinstance(item, list | tuple) else (item,):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype is not lower and tensor.dtype is not torch.float32:
+                return False
+    return True
+
+
+def _normalizer(device: DeviceState, op: OpOverload, call: Kernel) -> Kernel:
+    """Return what runs a normalization whose input is cast already.
+
+    Its parameters and running statistics stay if they all have the input's dtype, and are float32 otherwise;
+    statistics that were cast are written back.
+    """
+    names = [a.name for a in op._schema.arguments]
+    slots = [i for i, name in enumerate(names) if name in PARAMETERS]
+    is_training = next((names.index(n) for n in ("training", "train", "use_input_stats") if n in names), None)
+    on_device = device.backend.tensor_check()
+
+    def normalize(target: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+        group = {i: args[i] for i in slots if args[i] is not None and args[i].dtype in CASTABLE and on_device(args[i])}
+        if target is None or all(t.dtype is target for t in group.values()):
+            return call(*args, **kwargs)
+        cast = {i: t.to(torch.float32) for i, t in group.items()}
+        result = call(*(cast.get(i, a) for i, a in enumerate(args)), **kwargs)
+        if is_training is None or args[is_training]:
+            for i, t in group.items():
+                if names[i] in WRITTEN and cast[i] is not t:
+                    t.copy_(cast[i])
+        return result
+
+    return normalize

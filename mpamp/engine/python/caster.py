@@ -1,0 +1,78 @@
+"""Casts one argument of a call: anew, or by the kept cast of a weight where one may be used."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._ops import OpOverload
+
+from ...oplists import lower_precision_ops
+from ...rules.eligibility import overload_name
+from ...rules.policy import CASTABLE
+from ..casts.cache import is_weight
+
+if TYPE_CHECKING:
+    from ...plugins.backend import Backend
+    from ..scope import Scope
+
+__all__ = ["caster", "keeper", "returns_new"]
+
+
+@functools.cache
+def keeper(backend: Backend) -> tuple[Callable[[Scope], bool], Callable[..., torch.Tensor]]:
+    """Return a check whether casts may be kept now, and the function that gives a float32 weight's kept cast.
+
+    The latter returns a tensor that isn't a weight as it is.
+    """
+    on_device, capturing, stream_of = backend.tensor_check(), backend.capture_check(), backend.stream_check()
+    is_tracing = torch._C._is_tracing
+    functorch = torch._C._functorch.peek_interpreter_stack
+
+    def may_keep(scope: Scope) -> bool:
+        if scope.cache is None or is_tracing() or functorch() is not None:
+            return False
+        return capturing is None or not capturing()
+
+    def kept(tensor: torch.Tensor, target: torch.dtype, cache: Any) -> torch.Tensor:
+        found = cache.find(tensor, target, stream_of)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+        if is_weight(tensor) and on_device(tensor):
+            return cache.add(tensor, target, stream_of)  # type: ignore[no-any-return]
+        return tensor
+
+    return may_keep, kept
+
+
+@functools.cache
+def caster(backend: Backend, *, keep: bool) -> Callable[[torch.Tensor, torch.dtype, Scope], torch.Tensor]:
+    """Return the function that casts one argument, or finds the kept cast of a weight.
+
+    ``keep`` is False for ops that may return an argument itself: a kept cast must not reach the user.
+    """
+    on_device = backend.tensor_check()
+    may_keep, kept = keeper(backend)
+
+    def cast(tensor: torch.Tensor, target: torch.dtype, scope: Scope) -> torch.Tensor:
+        dtype = tensor.dtype
+        if dtype is target or dtype not in CASTABLE:
+            return tensor
+        if keep and dtype is torch.float32 and may_keep(scope):
+            tensor = kept(tensor, target, scope.cache)
+        if tensor.dtype is target or not on_device(tensor):
+            return tensor
+        return tensor.to(target)
+
+    return cast
+
+
+def returns_new(op: OpOverload) -> bool:
+    """Tell whether an op surely returns no argument nor a view of one, and runs nobody else's code.
+
+    A kept cast must reach neither. What a schema says is no proof: a composite op may return its input, as dropout
+    does in evaluation, and a custom op may do what it likes.
+    """
+    return overload_name(op) in lower_precision_ops()

@@ -1,0 +1,246 @@
+"""Writes a kernel's source from an op's schema: no generic loop over arguments, one straight path a call.
+
+    scope -> policy -> the arguments' dtype -> cast -> the op itself, with the Autocast key off
+
+The key is off while arguments are cast, as in torch's own kernels. ``building`` gives the source its globals.
+"""
+
+from __future__ import annotations
+
+import keyword
+from dataclasses import dataclass
+from typing import Any
+
+from torch._ops import OpOverload
+
+from ...rules.eligibility import OBSERVERS, PARAMETERS, WRITTEN, is_in_place, overload_name
+from ...rules.policy import CastPolicy
+from ...rules.rows import APPEND_DTYPE
+from .wrapping import number_slots, wraps_by_itself
+
+__all__ = ["is_normalization", "kernel_source", "names_of"]
+
+_HELD = {"max", "max_val", "min", "min_val", "threshold", "value"}
+"""Numbers that a result may hold, by their argument's name: ``promote`` takes one that 16 bits can't for float32's."""
+_NEED_ONE_DTYPE = {"aten::_safe_softmax"}
+"""Ops with a dtype argument whose derivative raises where it isn't the input's: that is cast as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A tensor argument, or a list of tensors, as the source has it."""
+
+    name: str
+    kind: str
+    may_be_number: bool
+
+    @property
+    def is_list(self) -> bool:
+        return self.kind.startswith(("List", "Optional[List"))
+
+    @property
+    def guard(self) -> str:
+        """What must be true for it to have a dtype, followed by ``and``, or nothing."""
+        if self.may_be_number:
+            return f"_isinstance({self.name}, _TENSOR) and "
+        return f"{self.name} is not None and " if self.kind.startswith("Optional") else ""
+
+    def cast(self) -> list[str]:
+        """Return the lines that cast it to ``_target``."""
+        if self.is_list:
+            is_optional = self.kind.startswith("Optional")
+            line = f"{self.name} = _cast_all({self.name}, _target, _scope)"
+            return [f"if {self.name} is not None:", f"    {line}"] if is_optional else [line]
+        return [
+            f"if {self.guard}{self.name}.dtype is not _target:",
+            f"    {self.name} = _cast({self.name}, _target, _scope)",
+        ]
+
+    def wrap(self) -> list[str]:
+        """Return the lines that make a number a tensor."""
+        if not self.may_be_number:
+            return []
+        return [f"if not _isinstance({self.name}, _TENSOR):", f"    {self.name} = _wrap({self.name})"]
+
+
+def is_normalization(op: OpOverload) -> bool:
+    """Tell whether the op may write into running statistics without saying so."""
+    return any(a.name in WRITTEN and a.alias_info is None for a in op._schema.arguments)
+
+
+def names_of(op: OpOverload) -> tuple[list[str], bool]:
+    """Return what a kernel calls the op's arguments, and whether it takes the keyword-only ones by position.
+
+    The kernel's own names start with an underscore. Keyword-only arguments keep theirs, unless one of them
+    starts so, too, or is a word of Python's.
+    """
+    arguments = op._schema.arguments
+    by_position = any(a.kwarg_only and (a.name.startswith("_") or keyword.iskeyword(a.name)) for a in arguments)
+    names = [a.name if a.kwarg_only and not by_position else f"_{i}" for i, a in enumerate(arguments)]
+    return names, by_position
+
+
+def kernel_source(
+    op: OpOverload, torchs: CastPolicy | None = None, *, wraps: bool = True, minds_sparse: bool = False
+) -> str:
+    """Return the Python source of an op's kernel.
+
+    Args:
+        op: The overload, whose schema the source is specialised on.
+        torchs: The policy of torch's own kernel, where some calls may be left to that.
+        minds_sparse: Whether products of sparse tensors have no kernel in lower precision.
+        wraps: Whether to wrap numbers in what is handed on; else what the op is handed on to does that.
+
+    Example:
+        >>> from torch import ops
+        >>> print(kernel_source(ops.aten.mm.default).splitlines()[0])
+        def kernel(_keys, _0, _1):
+    """
+    schema = op._schema.arguments
+    names, by_position = names_of(op)
+    numbers, left = number_slots(op), PARAMETERS if is_normalization(op) else set()
+    seen = [Argument(names[i], str(a.type), i in numbers) for i, a in enumerate(schema) if "Tensor" in str(a.type)]
+    tensors = [t for t in seen if schema[names.index(t.name)].name not in left]
+    if op._schema.name in OBSERVERS:
+        tensors = tensors[:1]
+    passed, head = _passed(op, names), _head(op, names, by_position)
+    wrapped = [line for t in seen for line in t.wrap()] if wraps else []
+    short = [] if torchs is None or is_in_place(op) else _short_body(torchs, tensors, passed, wrapped)
+    body = _in_place_body(tensors) if is_in_place(op) else _body(op, names, seen, tensors, passed)
+    call = f"return _normalize(_target, {passed})" if left else f"return _call({passed})"
+    to_call = [] if wraps_by_itself(op) else wrapped
+    target, casts = body
+    return "\n".join(
+        [
+            f"def kernel({head}):",
+            "    _scope = _thread.state.scopes[_INDEX]",
+            "    if _scope is None or _graph_task() != _scope.task or _mode_depth() or _is_overlaid():",
+            "        _scope = _resolve(_device)",
+            "        if _scope is None:",
+            *_indented(2, wrapped),
+            f"            return _outside(_keys, {passed})",
+            "    _lower = _get_dtype(_TYPE)",
+            "    _policy = _scope.rules[_lower].get(_OP)",
+            "    if _policy is None:",
+            *_indented(1, wrapped),
+            f"        return _absent(_scope, _keys, {passed})",
+            *(["    _policy = _policy_of_sparse(_policy, (" + _all(seen) + "))"] if minds_sparse else []),
+            *_indented(0, short),
+            "    if _is_excluded(_VIEWS) and _is_in_a_kernel():",
+            *_indented(1, wrapped),
+            f"        return _outside(_keys, {passed})",
+            *_indented(0, target),
+            "    _set_excluded(_KEY, True)",
+            "    try:",
+            *_indented(1, casts),
+            *_indented(1, to_call),
+            f"        {call}",
+            "    finally:",
+            "        _set_excluded(_KEY, False)",
+            "",
+        ]
+    )
+
+
+def _indented(depth: int, lines: list[str]) -> list[str]:
+    return ["    " * (depth + 1) + line for line in lines]
+
+
+def _head(op: OpOverload, names: list[str], by_position: bool) -> str:
+    parts = ["_keys"]
+    for i, a in enumerate(op._schema.arguments):
+        if a.kwarg_only and not by_position and "*" not in parts:
+            parts.append("*")
+        is_optional = a.has_default_value() or (by_position and a.kwarg_only)
+        parts.append(f"{names[i]}=_D{i}" if is_optional else names[i])
+    return ", ".join(parts)
+
+
+def _passed(op: OpOverload, names: list[str]) -> str:
+    schema = op._schema.arguments
+    keywords = {a.name: names[i] for i, a in enumerate(schema) if a.kwarg_only}
+    parts = [names[i] for i, a in enumerate(schema) if not a.kwarg_only]
+    if any(keyword.iskeyword(name) for name in keywords):
+        parts.append("**{" + ", ".join(f"{name!r}: {own}" for name, own in keywords.items()) + "}")
+    else:
+        parts += [f"{name}={own}" for name, own in keywords.items()]
+    return ", ".join(parts)
+
+
+# -- What the policy asks for ------------------------------------------------------------------------
+
+
+def _short_body(torchs: CastPolicy, tensors: list[Argument], passed: str, wrapped: list[str]) -> list[str]:
+    """Return the lines for a call whose policy torch's own kernel follows as well.
+
+    But for some cases: torch keeps no cast of a frozen weight and may keep a stale one, its promote knows
+    two dtypes only, and it casts beside a float64 argument.
+    """
+    run = [*wrapped, f"return _outside(_keys, {passed})"]
+    lines = run
+    if torchs is CastPolicy.PROMOTE:
+        lines = [f"if _knows(_lower, ({_all(tensors)})):", *("    " + line for line in run)]
+    elif torchs is CastPolicy.LOWER_PRECISION_FP:
+        if any(t.is_list or t.may_be_number for t in tensors):
+            return []
+        is_double, is_single = (
+            " or ".join(f"({t.guard}{t.name}.dtype is {dtype})" for t in tensors) for dtype in ("_FLOAT64", "_FLOAT32")
+        )
+        lines = [f"if not ({is_double}):"]
+        lines += [f"    if ({is_single}) and _lower is not _FLOAT32 and _may_keep(_scope):"]
+        lines += ["        _cache = _scope.cache"]
+        for t in tensors:
+            lines += [f"        if {t.guard}{t.name}.dtype is _FLOAT32:"]
+            lines += [f"            {t.name} = _kept({t.name}, _lower, _cache)"]
+        lines += ["    " + line for line in run]
+    return ["if _policy is _TORCHS:", *("    " + line for line in lines)]
+
+
+def _all(tensors: list[Argument]) -> str:
+    return "".join(f"{t.name}, " for t in tensors).rstrip()
+
+
+_Body = tuple[list[str], list[str]]
+"""The lines that find the arguments' dtype, and those that cast them to it."""
+
+
+def _body(op: OpOverload, names: list[str], seen: list[Argument], tensors: list[Argument], passed: str) -> _Body:
+    held = [n for n, a in zip(names, op._schema.arguments, strict=True) if a.name in _HELD and "number" in str(a.type)]
+    target = [f"_target = _target_of(_policy, _lower, ({_all(seen)}), ({''.join(n + ', ' for n in held)}))"]
+    if not any(t.is_list for t in seen):
+        doubles = " or ".join(f"{t.guard}{t.name}.dtype is _FLOAT64" for t in seen)
+        target = [
+            "if _policy is _LOWER:",
+            f"    _target = None if {doubles} else _lower",
+            "else:",
+            f"    {target[0]}",
+        ]
+    casts = ["if _target is not None:", *("    " + line for t in tensors for line in t.cast())]
+    first = tensors[0]
+    is_castable = f"{first.guard}{first.name}.dtype in _CASTABLE"
+    if overload_name(op) in APPEND_DTYPE:
+        casts += [f"if _policy is _APPEND and {is_castable}:", f"    return _call_append({passed}, dtype=_FLOAT32)"]
+    own = next((n for n, a in zip(names, op._schema.arguments, strict=True) if _is_dtype(a)), None)
+    if own is not None:
+        # A call that says what it computes in is left to it; a quantized dtype says something else.
+        target += [f"if {own} is not None and ({own}.is_floating_point or {own}.is_complex):", "    _target = None"]
+    if overload_name(op) in _NEED_ONE_DTYPE:
+        target += [f"if _policy is _SET_OPT and {own} is None:", "    _target = _FLOAT32"]
+    if own is not None and not first.is_list:
+        casts += [f"if _policy is _SET_OPT and {own} is None and {is_castable}:", f"    {own} = _FLOAT32"]
+    return target, casts
+
+
+def _is_dtype(argument: Any) -> bool:
+    return argument.name == "dtype" and "ScalarType" in str(argument.real_type)
+
+
+def _in_place_body(tensors: list[Argument]) -> _Body:
+    """Refuse the tensor written to, or cast the other arguments to its dtype."""
+    written, *others = tensors
+    target = [f"if _policy is _BANNED: _target_of(_policy, _lower, ({written.name},))"]
+    if not others:
+        return target, []
+    target += [f"_target = {written.name}.dtype"]
+    casts = ["if _policy is _PROMOTE and _target in _CASTABLE:"]
+    return target, [*casts, *("    " + line for t in others for line in t.cast())]

@@ -1,0 +1,148 @@
+"""Kernels where an op enters ``torch.func``'s transforms, before vmap, grad or jvp take it apart.
+
+Each level of a transform runs an op with the keys that were on when the op reached the level: a kernel at an
+Autocast key that switches that key off has it on again one level below, for whatever the op is made of by
+then; and vmap takes composite ops apart above the Autocast keys, which never see them. At the key that the
+transforms start from, an op is seen whole and once, and what is off there is off at every level.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
+
+from ...rules.eligibility import find_overload
+from ..compiling import left_out_by_itself
+from .building import Kernel, build
+from .extensions import put_on_top
+from .wrapping import as_tensors, number_slots
+
+if TYPE_CHECKING:
+    from ...devices.registry import DeviceState
+    from ...plugins.backend import Backend
+
+__all__ = ["COMPOSED", "install", "make_anew", "withdraw"]
+
+_KEY = DispatchKey.FuncTorchDynamicLayerFrontMode
+_KEYS = DispatchKeySet(_KEY)
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+_installed: dict[str, _Entrance] = {}
+_libraries: dict[str, torch.library.Library] = {}
+"""One for all of torch's ops, and one for each of others, which may be defined anew."""
+
+
+_MADE_OF_ROWS = "inner bilinear kron cosine_similarity chain_matmul pinverse linalg_tensorsolve"
+COMPOSED = tuple(f"aten::{name}" for name in _MADE_OF_ROWS.split(" "))
+"""Ops that tables need not list, and that are made of composite ops which they do list, such as tensordot."""
+
+
+class _Entrance:
+    """One op's kernel, and the devices whose tables list the op."""
+
+    def __init__(self, op: OpOverload) -> None:
+        self.op = op
+        self.below: Kernel = torch.library.get_kernel(op, _KEY.name).call_boxed
+        self.devices: dict[str, DeviceState] = {}
+        self.kernels: dict[str, Kernel] = {}
+
+    @functools.cached_property
+    def slots(self) -> frozenset[int]:
+        """Where the op may be given a number for a tensor."""
+        return number_slots(self.op)
+
+    def kernel(self) -> Kernel:
+        """Return what is registered; the kernels of devices are built when they are first called."""
+
+        def run(keys: Any, /, *args: Any, **kwargs: Any) -> Any:
+            for device in self.devices.values():
+                if not _is_excluded(device.key) and _any_tensor(_check(device.backend), (args, kwargs.values())):
+                    kernel = self.kernels.get(device.type) or self.kernels.setdefault(device.type, self._build(device))
+                    return kernel(keys, *args, **kwargs)
+            return self.run_below(keys, *args, **kwargs)
+
+        return left_out_by_itself(run)
+
+    def run_below(self, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Hand the op on to the transforms.
+
+        A level gives a wrapped number no memory, which a kernel in Python can't be given on the levels below or in
+        the backward pass: hand on a tensor that isn't wrapped.
+        """
+        return self.below(keys, *(as_tensors(args, self.slots) if self.slots else args), **kwargs)
+
+    def is_composed(self) -> bool:
+        """Tell whether the transforms have no rule for the op and go by what it is made of."""
+        has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, self.op.name())
+        return has_kernel("CompositeImplicitAutograd") and not has_kernel("FuncTorchBatched")
+
+    def take_apart(self, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run what the op is made of from here, so that the rows among that are seen."""
+        return self.op._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    def _build(self, device: DeviceState) -> Kernel:
+        run = self.take_apart if self.is_composed() else self.run_below
+
+        def absent(scope: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return run(*args, **kwargs)
+
+        call = functools.partial(self.run_below, _KEYS)
+        return build(device, self.op, outside=self.run_below, absent=absent, call=call)
+
+
+@functools.cache
+def _check(backend: Backend) -> Callable[[Any], bool]:
+    return backend.tensor_check()
+
+
+def _any_tensor(check: Callable[[Any], bool], values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if check(value):
+                return True
+        elif not isinstance(value, str) and isinstance(value, Iterable) and _any_tensor(check, value):
+            return True
+    return False
+
+
+def install(device: DeviceState, ops: Iterable[str]) -> None:
+    """Install kernels for ops of a device's table; torch before 2.9 gives no hold of what they go on top of."""
+    if not hasattr(torch.library, "get_kernel"):
+        return
+    for name in ops:
+        if name not in _installed:
+            op = find_overload(name)
+            if op is None:
+                continue
+            entrance = _installed[name] = _Entrance(op)
+            group = "aten" if op.namespace == "aten" else name
+            if group not in _libraries:
+                _libraries[group] = torch.library.Library(op.namespace, "IMPL")
+            put_on_top(_libraries[group], name.partition("::")[2], _KEY.name, entrance.kernel())
+        _installed[name].devices[device.type] = device
+
+
+def make_anew(op: str) -> None:
+    """Make an op's kernel anew, for its schema may be another one."""
+    entrance = _installed.pop(op, None)
+    if entrance is not None:
+        _libraries.pop(op)._destroy()
+        for device in entrance.devices.values():
+            install(device, [op])
+
+
+def withdraw(device: DeviceState) -> None:
+    """Take a device's kernels out again."""
+    for entrance in _installed.values():
+        entrance.devices.pop(device.type, None)
+        entrance.kernels.pop(device.type, None)
+    if not any(entrance.devices for entrance in _installed.values()):
+        _installed.clear()
+        for library in _libraries.values():
+            library._destroy()
+        _libraries.clear()

@@ -1,0 +1,193 @@
+"""torch.func's transforms: each op in the dtype that an eager call of one example has, at every level."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn import functional
+
+import mpamp
+from mpamp.devices.registry import device_state
+from mpamp.engine.python import kernels
+
+BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
+Tensor = torch.Tensor
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.library, "get_kernel"), reason="torch before 2.9 gives no hold of what the transforms start with"
+)
+
+X, W = torch.linspace(-1, 1, 12).reshape(3, 4), torch.linspace(0, 1, 16).reshape(4, 4)
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: functional.linear(x, W),
+    "matmul": lambda x: x @ W,
+    "linear of linear": lambda x: functional.linear(functional.linear(x, W), W),
+    "tensordot": lambda x: torch.tensordot(x, W, 1),
+    "inner": lambda x: torch.inner(x, W),
+    "softmax": lambda x: torch.softmax(x @ W, -1),
+    "mse_loss": lambda x: functional.mse_loss(x @ W, x),
+    "mul by a number": lambda x: x * 2.5,
+    "numbers": lambda x: ((1 - x.to(BRAIN)) / 3 + 2) * 0.1,
+    "fft": lambda x: torch.fft.rfft(x @ W).abs(),
+    "norm": lambda x: torch.linalg.vector_norm(x @ W),
+    "gelu": lambda x: functional.gelu(x @ W),
+    "cat": lambda x: torch.cat([x, x.to(BRAIN)]),
+    "attention": lambda x: functional.scaled_dot_product_attention(x[None, None], W[None], W[None])[0],
+    "cross_entropy": lambda x: functional.cross_entropy(x @ W, torch.tensor(1)),
+}
+RULES: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear fp32": {"linear": "fp32"},
+    "matmul fp32": {"matmul": "fp32"},
+    "mm fp32": {"mm": "fp32", "mv": "fp32"},
+    "softmax lower": {"softmax": "lower_precision_fp"},
+    "softmax fp32": {"softmax": "fp32"},
+    "arithmetic fp32": dict.fromkeys(("mul", "add", "sub", "rsub", "div"), "fp32"),
+    "matmul as called": {"matmul": "fallthrough", "linear": "fallthrough"},
+}
+
+
+def total(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(x).float().sum()
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], list[Tensor]]] = {
+    "vmap": lambda f: [vmap(f)(X)],
+    "vmap of vmap": lambda f: [vmap(vmap(f))(X[None])[0]],
+    "vjp": lambda f: [vjp(f, X[0])[0]],
+    "jvp": lambda f: [jvp(f, (X[0],), (torch.ones(4),))[0]],
+    "vmap of jvp": lambda f: [vmap(lambda x: jvp(f, (x,), (x,))[0])(X)],
+    "functionalize": lambda f: [functionalize(f)(X[0])],
+    "vmap of functionalize": lambda f: [vmap(functionalize(f))(X)],
+    "jvp of vmap": lambda f: [jvp(vmap(f), (X,), (X,))[0]],
+}
+
+
+def is_batched(transform: str) -> bool:
+    return "vmap" in transform
+
+
+@pytest.fixture(autouse=True)
+def no_kernels_are_left() -> Any:
+    yield
+    kernels.withdraw(device_state("cpu"))
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_values_are_those_of_eager_calls(rules: str) -> None:
+    with mpamp.autocast("cpu", BRAIN, ops=RULES[rules] or None):
+        for (name, function), (transform, run) in itertools.product(FUNCTIONS.items(), TRANSFORMS.items()):
+            expected, (found,) = [function(x) for x in X], run(function)
+            reference = torch.stack(expected) if is_batched(transform) else expected[0]
+            assert found.dtype is reference.dtype, (name, transform)
+            torch.testing.assert_close(found, reference, rtol=0.05, atol=0.05, msg=f"{name}, {transform}")
+
+
+@pytest.mark.parametrize(("rules", "name"), [("default", n) for n in FUNCTIONS] + [(r, "linear") for r in RULES])
+def test_gradients_are_those_of_eager_calls(name: str, rules: str) -> None:
+    function = total(FUNCTIONS[name])
+    with mpamp.autocast("cpu", BRAIN, ops=RULES[rules] or None):
+        expected = []
+        for x in X:
+            leaf = x.clone().requires_grad_()
+            function(leaf).backward()
+            expected.append(leaf.grad)
+        gradients = {
+            "grad": torch.stack([grad(function)(x) for x in X]),
+            "vmap of grad": vmap(grad(function))(X),
+            "grad of vmap": grad(lambda x: vmap(function)(x).sum())(X),
+            "jacrev": torch.stack([jacrev(function)(x) for x in X]),
+            "jacfwd": torch.stack([jacfwd(function)(x) for x in X]),
+        }
+    for transform, found in gradients.items():
+        assert found.dtype is FULL, transform
+        torch.testing.assert_close(found, torch.stack(expected), rtol=0.1, atol=0.1, msg=transform)
+
+
+def test_second_derivatives() -> None:
+    with mpamp.autocast("cpu", BRAIN, ops={"linear": "fp32"}):
+        found = hessian(lambda x: functional.linear(x, W).square().sum())(X[0])
+        nested = grad(lambda x: grad(lambda y: (functional.linear(y, W) * 2).pow(3).sum())(x).sum())(X[0])
+    torch.testing.assert_close(found, 2 * W.T @ W, rtol=0.02, atol=0.05)
+    assert nested.dtype is FULL
+
+
+def test_a_composite_op_is_seen_by_vmap() -> None:
+    """vmap takes composite ops apart above the Autocast keys, where torch never sees them."""
+    low = X.to(BRAIN)
+    with torch.autocast("cpu", BRAIN), pytest.raises(RuntimeError, match="BFloat16"):
+        vmap(torch.fft.fft)(low)
+    with mpamp.autocast("cpu", BRAIN):
+        assert vmap(torch.fft.fft)(low).dtype is torch.complex64
+
+
+def test_float64_and_integers_are_left() -> None:
+    with mpamp.autocast("cpu", BRAIN):
+        assert vmap(lambda x: functional.linear(x, W.double()))(X.double()).dtype is torch.float64
+        assert vmap(lambda x: x @ W.long())(X.long()).dtype is torch.int64
+
+
+@pytest.mark.parametrize("name", ["linear", "inner", "numbers", "softmax", "cross_entropy"])
+def test_plain_autocast_is_torchs_own(name: str) -> None:
+    function = FUNCTIONS[name]
+
+    def plain() -> list[Any]:
+        found: list[Any] = []
+        with torch.autocast("cpu", BRAIN):
+            for run in (*TRANSFORMS.values(), lambda f: [grad(total(f))(X[0]), vmap(grad(total(f)))(X)]):
+                try:
+                    found += run(function)
+                except RuntimeError as error:
+                    found.append(str(error)[:60])
+        return found
+
+    before = plain()
+    for rules in RULES.values():
+        with mpamp.autocast("cpu", BRAIN, ops=rules or None):
+            pass
+    after = plain()
+    for a, b in zip(before, after, strict=True):
+        assert type(a) is type(b)
+        if isinstance(a, Tensor):
+            assert a.dtype is b.dtype
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["linear", "inner", "numbers", "softmax", "cross_entropy"])
+def test_outside_of_autocast_nothing_changes(name: str) -> None:
+    function = FUNCTIONS[name]
+    before = [*vmap(function)(X), grad(total(function))(X[0])]
+    with mpamp.autocast("cpu", BRAIN, ops=RULES["arithmetic fp32"]):
+        vmap(function)(X)
+    after = [*vmap(function)(X), grad(total(function))(X[0])]
+    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_disabled_region_casts_nothing() -> None:
+    with mpamp.autocast("cpu", BRAIN), mpamp.autocast("cpu", enabled=False):
+        assert vmap(lambda x: functional.linear(x, W))(X).dtype is FULL
+
+
+def test_a_region_inside_of_the_transform() -> None:
+    def inside(x: Tensor) -> Tensor:
+        with mpamp.autocast("cpu", HALF, ops={"softmax": "lower_precision_fp"}):
+            return functional.linear(x, W).softmax(-1)
+
+    assert vmap(inside)(X).dtype is inside(X[0]).dtype is HALF
+    assert vmap(grad(lambda x: inside(x).sum()))(X).dtype is FULL
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(backend: str) -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        with mpamp.autocast("cpu", BRAIN, ops={"linear": "fp32"}):
+            return vmap(lambda x: functional.linear(x, W))(x), vmap(lambda x: x @ W)(x)
+
+    found = torch.compile(function, backend=backend, fullgraph=True)(X)
+    assert [t.dtype for t in found] == [t.dtype for t in function(X)] == [FULL, BRAIN]
+    torch._dynamo.reset()
