@@ -106,8 +106,11 @@ class Reference:
             self.unscale(do.which)
             self.stages[do.which] = "unscaled"
         elif do.what == "step":
-            is_ready = self.stages[do.which] == "ready"
+            is_ready, passed = self.stages[do.which] == "ready", self.has_been_passed
+            self.has_been_passed = list(passed)
             self.unscale(do.which, by_kernel=do.which in FUSED and is_ready)
+            if not is_ready:  # it was unscaled before the passes that came since
+                self.has_been_passed = passed
             self.stages[do.which] = "stepped"
             if not self.infs[do.which]:
                 for i in GROUPS[do.which]:
