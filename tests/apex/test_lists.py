@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import mpamp
 from mpamp.apex import amp
+from mpamp.functions import registration
 from mpamp.testing import WeightCastCounter
 from tests.apex.training import net, start
 
@@ -438,7 +439,7 @@ def test_registered_functions_live_through_a_second_initialize(register, unregis
             start("O1")
             assert Extension.fused(VEC.half(), VEC) is expected
     finally:
-        getattr(mpamp.registration, unregister)(Extension, "fused")
+        getattr(registration, unregister)(Extension, "fused")
 
 
 def test_registering_what_is_not_there():
