@@ -38,6 +38,8 @@ class Backend:
     """The Tensor attribute that is true on this device (``"is_xpu"``), where there is one: it is quick to read."""
     has_sparse_lower_precision: bool = True
     """Whether sparse tensors are multiplied in lower precision too; where not, such products run in float32."""
+    has_triton: bool = False
+    """Whether Triton, where it is installed, compiles for this device: large losses then need no float32 copy."""
     watched_modules: tuple[str, ...] = ()
     """Modules that register Autocast kernels of their own when imported."""
 

@@ -19,6 +19,7 @@ class CudaBackend(Backend):
     autocast_key = "AutocastCUDA"
     default_dtype = torch.float16
     tensor_attribute = "is_cuda"
+    has_triton = True
 
     def is_emulated(self, dtype: torch.dtype) -> bool:
         if dtype is not torch.bfloat16 or not self.is_available():

@@ -19,6 +19,7 @@ class XpuBackend(Backend):
     autocast_key = "AutocastXPU"
     default_dtype = torch.bfloat16
     tensor_attribute = "is_xpu"
+    has_triton = True
     watched_modules = ("intel_extension_for_pytorch",)
 
     def prepare(self) -> None:

@@ -18,6 +18,7 @@ from ...rules.eligibility import PARAMETERS, WRITTEN, find_overload, overload_na
 from ...rules.policy import CASTABLE, CastPolicy, target_dtype
 from ...rules.rows import APPEND_DTYPE
 from ..compiling import left_out_by_itself
+from ..losses import fused
 from ..resolving import resolve as _resolve
 from ..scope import THREAD, Scope, ThreadState, graph_task, mode_depth
 from .caster import caster, keeper, returns_new
@@ -73,6 +74,8 @@ def build(
     """
 
     def write() -> FunctionType:
+        # What is handed on to somebody else's function goes by that alone.
+        from_16_bits = fused(overload_name(op), device.backend) if call is None else None
         environment = {
             **_constants(device, op),
             **_functions(device, op, call or _FAST.get(overload_name(op), op._op)),
@@ -81,10 +84,13 @@ def build(
             "_resolve": resolve,
             "_outside": outside,
             "_absent": absent,
+            "_fused": from_16_bits,
         }
         name = overload_name(op)
         minds_sparse = name in _PRODUCTS and not device.backend.has_sparse_lower_precision
-        source = kernel_source(op, torchs, wraps=call is None, minds_sparse=minds_sparse)
+        source = kernel_source(
+            op, torchs, wraps=call is None, minds_sparse=minds_sparse, is_fused=from_16_bits is not None
+        )
         file = f"<mpamp kernel {device.type} {name}>"
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)
         exec(_compiled(source), environment)

@@ -63,6 +63,9 @@ class Argument:
         return [f"if not _isinstance({self.name}, _TENSOR):", f"    {self.name} = _wrap({self.name})"]
 
 
+_RETURN_RESULT = ["if _result is not None:", "    return _result"]
+
+
 def is_normalization(op: OpOverload) -> bool:
     """Tell whether the op may write into running statistics without saying so."""
     return any(a.name in WRITTEN and a.alias_info is None for a in op._schema.arguments)
@@ -81,7 +84,12 @@ def names_of(op: OpOverload) -> tuple[list[str], bool]:
 
 
 def kernel_source(
-    op: OpOverload, torchs: CastPolicy | None = None, *, wraps: bool = True, minds_sparse: bool = False
+    op: OpOverload,
+    torchs: CastPolicy | None = None,
+    *,
+    wraps: bool = True,
+    minds_sparse: bool = False,
+    is_fused: bool = False,
 ) -> str:
     """Return the Python source of an op's kernel.
 
@@ -90,6 +98,7 @@ def kernel_source(
         torchs: The policy of torch's own kernel, where some calls may be left to that.
         minds_sparse: Whether products of sparse tensors have no kernel in lower precision.
         wraps: Whether to wrap numbers in what is handed on; else what the op is handed on to does that.
+        is_fused: Whether there is a function that may take the arguments of a call in float32 as they are.
 
     Example:
         >>> from torch import ops
@@ -110,6 +119,8 @@ def kernel_source(
     call = f"return _normalize(_target, {passed})" if left else f"return _call({passed})"
     to_call = [] if wraps_by_itself(op) else wrapped
     target, casts = body
+    if is_fused:
+        casts = ["_result = _fused(" + ", ".join(names) + ") if _target is _FLOAT32 else None", *_RETURN_RESULT, *casts]
     return "\n".join(
         [
             f"def kernel({head}):",
