@@ -133,6 +133,7 @@ def _constants(device: DeviceState, op: OpOverload) -> dict[str, Any]:
         "_LOWER": CastPolicy.LOWER_PRECISION_FP,
         "_PROMOTE": CastPolicy.PROMOTE,
         "_BANNED": CastPolicy.BANNED,
+        "_FP32": CastPolicy.FP32,
         "_SET_OPT": CastPolicy.FP32_SET_OPT_DTYPE,
         "_APPEND": CastPolicy.FP32_APPEND_DTYPE,
         "_TENSOR": torch.Tensor,

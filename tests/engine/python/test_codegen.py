@@ -15,6 +15,8 @@ from mpamp.devices.registry import device_state
 from mpamp.engine.python import building, codegen
 from mpamp.engine.python.codegen import kernel_source
 from mpamp.rules.eligibility import find_overload, is_out_of_place
+from mpamp.testing import KernelCounter
+from tests.parity.observe import tensors_at
 
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 
@@ -132,6 +134,32 @@ def test_a_dtype_that_is_set_has_a_backward_pass(op: str, dtype: torch.dtype) ->
     assert found.dtype is FULL
     assert x.grad is not None
     assert x.grad.dtype is dtype
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, HALF], ids=str)
+@pytest.mark.parametrize("op", ["sum", "prod", "cumsum", "cumprod", "softmax", "log_softmax", "linalg_vector_norm"])
+def test_fp32_asks_a_kernel_that_takes_a_dtype_for_float32(op: str, dtype: torch.dtype) -> None:
+    x = torch.rand(2, 3).to(dtype)
+    function = getattr(torch.ops.aten, op)
+    args = (-1,) if op in ("cumsum", "cumprod", "softmax", "log_softmax") else ()
+    with mpamp.autocast("cpu", dtype, ops={op: "fp32"}):
+        found = function(x.requires_grad_(), *args)
+        counted = torch.ones(2, 3, dtype=torch.int64).sum()
+    found.sum().backward()
+    torch.testing.assert_close(found, function(x.detach().float(), *args))
+    assert x.grad is not None
+    assert x.grad.dtype is dtype
+    assert counted.dtype is torch.int64
+
+
+@pytest.mark.place("fake cuda")
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "sum", "prod"])
+def test_fp32_makes_no_copy_where_the_kernel_needs_none(op: str) -> None:
+    args = (-1,) if "softmax" in op else ()
+    with tensors_at("fake cuda"), KernelCounter() as kernels, mpamp.autocast("cuda", HALF, ops={op: "fp32"}):
+        found = getattr(torch.ops.aten, op)(torch.rand(2, 3, dtype=HALF, device="cuda"), *args)
+    assert found.dtype is FULL
+    assert kernels.counts["aten::_to_copy"] == 0
 
 
 def test_a_default_region_lets_matrix_norm_have_its_dtype() -> None:
