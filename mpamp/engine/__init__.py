@@ -4,6 +4,7 @@
     needs_kernel, is_native   which ops those are, and which have a kernel of torch's or of a vendor's
     entries.enter, leave      change a thread's autocast state, and undo that in any order and after any exception
     casts.cache               find and keep the cast of a weight; how many were made and are kept
+    losses.fused              what runs a large loss in float32 from its lower-precision arguments
 
 A thread's state is in ``scope`` and ``marks``; ``resolving`` says which scope a call is in. The kernels are in
 ``python``, which is loaded by the first region: that makes ``import mpamp`` cheap.

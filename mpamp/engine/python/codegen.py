@@ -27,7 +27,7 @@ _NEED_ONE_DTYPE = {"aten::_safe_softmax"}
 """Ops with a dtype argument whose derivative raises where it isn't the input's: that is cast as well."""
 _DTYPE_FAMILIES = "sums sums_named softmax softmax_named prod prod_named vector_norm"
 _WIDENING = {f"aten::{name}" for family in _DTYPE_FAMILIES.split() for name in families()[family]}
-"""Ops that compute in the dtype they are asked for: ``fp32`` asks for float32, and only a kernel that must makes a copy."""
+"""Ops that compute in the dtype they are asked for: ``fp32`` asks for float32, and only a kernel that must copies."""
 
 
 @dataclass(frozen=True, slots=True)
