@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MINIMUM", "cross_entropy", "gradient"]
 
-MINIMUM = 2**23
+MINIMUM = 2**25
 """Logits from which on the kernels are taken: below, the host's time for their launch is more than what they save."""
 _NONE, _MEAN = 0, 1
 _EXACT = (torch.Tensor, torch.nn.Parameter)
