@@ -13,75 +13,33 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from .entries import Entries, Entry, state_of
+from .linking import cast, guarded, linked, viewed
 from .streams import Readiness
+from .weights import REWRITTEN, is_viewed_alike, is_weight, storage_of
 
-__all__ = ["CacheInfo", "CastCache", "cache_info", "clear_cache", "forget", "is_weight", "storage_of"]
+__all__ = [
+    "PERSISTENT_CACHE",
+    "REGION_CACHE",
+    "CacheInfo",
+    "CastCache",
+    "cache_info",
+    "clear_cache",
+    "forget",
+    "is_weight",
+    "last_drop",
+    "outdate",
+    "storage_of",
+]
 
 Tensor = torch.Tensor
 StreamOf = Callable[[Tensor], int]
-_float32 = torch.float32
 _is_grad_enabled = torch.is_grad_enabled
 _mode_depth = torch._C._len_torch_dispatch_stack
-
-_KINDS: dict[type, str] = {torch.Tensor: "leaf", torch.nn.Parameter: "parameter"}
-
-
-# -- What is a weight ----------------------------------------------------------------------------------
-
-
-def _kind(cls: type) -> str:
-    """Say which tensors of a class are weights: all ("parameter"), leaves ("leaf"), or none ("")."""
-    has_own_dispatch = cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
-    is_lazy = issubclass(cls, UninitializedTensorMixin)
-    found = "parameter" if issubclass(cls, torch.nn.Parameter) and not has_own_dispatch and not is_lazy else ""
-    _KINDS[cls] = found
-    return found
-
-
-def is_weight(tensor: Tensor) -> bool:
-    """Tell whether the cache keeps casts of this tensor.
-
-    A tensor in a part of a larger storage is none: whoever owns the whole writes into it without raising the
-    tensor's version counter, such as flat parameters and ``vector_to_parameters``. Nor is one whose counter was
-    once set back after a write, as FSDP2 does with the parameters that it gathers.
-
-    Example:
-        >>> is_weight(torch.nn.Parameter(torch.ones(2), requires_grad=False)), is_weight(torch.ones(2))
-        (True, False)
-        >>> is_weight(torch.nn.Parameter(torch.ones(4)[:2]))
-        False
-    """
-    cls = type(tensor)
-    kind = _KINDS[cls] if cls in _KINDS else _kind(cls)
-    if kind == "leaf":
-        if not (tensor.requires_grad and tensor.is_leaf):
-            return False
-    elif not kind:
-        return False
-    if tensor.dtype is not _float32 or tensor.layout is not torch.strided or tensor.is_inference():
-        return False
-    storage = tensor.untyped_storage()
-    # Of a device in pure Python the memory is elsewhere: its storages are empty.
-    return storage.nbytes() in (0, 4 * tensor.numel()) and not hasattr(storage, _REWRITTEN)
-
-
-_REWRITTEN = "_mpamp_is_rewritten"
-
-
-def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return what a tensor lives in; None for layouts and classes that have no storage of their own."""
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
-
 
 # -- The cache -----------------------------------------------------------------------------------------
 
@@ -93,14 +51,24 @@ _live: dict[int, weakref.ref[Entries]] = {}
 class _Local(threading.local):
     def __init__(self) -> None:
         self.entries = Entries(_live)
-        self.casts = 0
+
+
+_WORTHWHILE = 8
+"""Up to how many times a view's elements its weight may have for one region to cast all of it."""
+_SMALL = 2**16
+"""Elements: where casting all of a weight takes no longer than to queue the cast."""
 
 
 class CastCache:
-    """Kept casts, apart for each thread."""
+    """Kept casts, apart for each thread.
 
-    def __init__(self) -> None:
+    Args:
+        is_lasting: Whether they outlive regions, so that any cast pays in the end.
+    """
+
+    def __init__(self, *, is_lasting: bool = False) -> None:
         self._local = _Local()
+        self._is_lasting = is_lasting
 
     @property
     def entries(self) -> Entries:
@@ -110,12 +78,20 @@ class CastCache:
     @property
     def casts(self) -> int:
         """How many casts the calling thread has made here."""
-        return self._local.casts
+        return self._local.entries.casts
 
-    def find(self, tensor: Tensor, dtype: torch.dtype, stream_of: StreamOf | None = None) -> Tensor | None:
+    @property
+    def recasts(self) -> int:
+        """How many of them an optimizer's step has made."""
+        return self._local.entries.recasts
+
+    def find(
+        self, tensor: Tensor, dtype: torch.dtype, stream_of: StreamOf | None = None, view: Tensor | None = None
+    ) -> Tensor | None:
         """Return the kept cast of a weight to ``dtype``, linked to its gradient where one is needed, or None.
 
         ``stream_of`` numbers the stream that the tensor's device queues work on now; None if there is but one.
+        With a ``view`` of the weight, return what that is of the cast, linked to the view's gradient.
         """
         entry = self._local.entries.get((id(tensor), dtype))
         if (
@@ -127,18 +103,38 @@ class CastCache:
             return None
         if stream_of is not None and not _is_ready(entry, stream_of(tensor)):
             return None
+        entry.is_used = True
+        if view is not None:
+            return viewed(entry, view, tensor)
         if entry.depth or _mode_depth():
-            return _guarded(entry, tensor)
+            return guarded(entry, tensor)
         if _is_grad_enabled() and tensor.requires_grad:
-            return _link(entry, tensor)
+            return linked(entry, tensor)
         return entry.low
+
+    def of_view(
+        self, view: Tensor, base: Tensor, dtype: torch.dtype, stream_of: StreamOf | None = None
+    ) -> Tensor | None:
+        """Return the cast of a float32 view to ``dtype`` as a view of its base's kept cast, which is made if need be.
+
+        None where the base is no weight, or where there is no cast yet and the view, used in one region, is too
+        small a part for it to pay.
+        """
+        if not is_viewed_alike(view, base):
+            return None
+        found = self.find(base, dtype, stream_of, view)
+        if found is None and (self._is_lasting or base.numel() <= max(_WORTHWHILE * view.numel(), _SMALL)):
+            with torch.no_grad():
+                self.add(base, dtype, stream_of)
+            found = self.find(base, dtype, stream_of, view)
+        return found
 
     def add(self, weight: Tensor, dtype: torch.dtype, stream_of: StreamOf | None = None) -> Tensor:
         """Cast ``weight`` (float32) to ``dtype``, same shape, and keep the result."""
-        self._local.casts += 1
+        self.entries.casts += 1
         # What the cast is of is taken first: a thread that writes meanwhile leaves an entry that is never served.
         last, state, storage = _last_drop[0], state_of(weight), weight.untyped_storage()
-        graph = _cast(weight, dtype)
+        graph = cast(weight, dtype)
         is_linked = graph.requires_grad
         entry = Entry(graph.detach() if is_linked else graph, state, storage, self.entries.home)
         if is_linked and not entry.depth:
@@ -164,51 +160,18 @@ def _is_ready(entry: Entry, stream: int) -> bool:
     return readiness is not None and (readiness.stream == stream or readiness.admit(entry.low, stream))
 
 
-def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    if not torch.is_inference_mode_enabled():
-        return weight.to(dtype)
-    with torch.inference_mode(False), torch.no_grad():  # so that a later backward pass can save it
-        return weight.to(dtype)
-
-
-class _Linked(torch.autograd.Function):
-    """Gives kept low-precision data the gradient of the weight that it was cast from."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, low: Tensor) -> Tensor:
-        ctx.dtype = weight.dtype
-        return low.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return grads[0].to(ctx.dtype), None
-
-
-def _guarded(entry: Entry, weight: Tensor) -> Tensor | None:
-    """Return a kept cast where dispatch modes see it, or saw it being made: they get aliases of their own."""
-    if _mode_depth() < entry.depth:
-        return None
-    if _is_grad_enabled() and weight.requires_grad:
-        return _Linked.apply(weight, entry.low)  # type: ignore[no-any-return,no-untyped-call]
-    return entry.low.detach()
-
-
-def _link(entry: Entry, weight: Tensor) -> Tensor:
-    graph = None if entry.graph is None else entry.graph()
-    if graph is None:
-        graph = _Linked.apply(weight, entry.low)  # type: ignore[no-untyped-call]
-        entry.graph = weakref.ref(graph)
-    else:
-        graph._fix_weakref()  # type: ignore[attr-defined]  # its Python object may belong to C++ by now
-    return graph
-
-
 _last_drop = [object()]
 """Stands for the last time that entries were dropped for a reason that no version counter shows."""
 
+
+def last_drop() -> object:
+    """Return what stands for the last such time: what was begun before it isn't kept."""
+    return _last_drop[0]
+
+
 REGION_CACHE = CastCache()
 """Lives until the calling thread's outermost region ends."""
-PERSISTENT_CACHE = CastCache()
+PERSISTENT_CACHE = CastCache(is_lasting=True)
 """Outlives the calling thread's regions."""
 
 
@@ -217,10 +180,17 @@ PERSISTENT_CACHE = CastCache()
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """Casts of weights that this thread's caches made, and entries that they hold now."""
+    """What the calling thread's caches did, and hold now.
+
+    Attributes:
+        casts: How many casts of weights they have made so far.
+        entries: How many they keep.
+        recasts: How many of the casts were made after a step of an optimizer, all those of a step by one copy.
+    """
 
     casts: int
     entries: int
+    recasts: int = field(default=0, compare=False)
 
 
 def cache_info() -> CacheInfo:
@@ -234,7 +204,8 @@ def cache_info() -> CacheInfo:
     caches = (REGION_CACHE, PERSISTENT_CACHE)
     for cache in caches:
         cache.entries.sweep()
-    return CacheInfo(sum(c.casts for c in caches), sum(len(c.entries) for c in caches))
+    casts, entries, recasts = zip(*((c.casts, len(c.entries), c.recasts) for c in caches), strict=True)
+    return CacheInfo(sum(casts), sum(entries), sum(recasts))
 
 
 def _filled() -> list[Entries]:
@@ -262,14 +233,39 @@ def forget(tensors: Iterable[Tensor], *, for_good: bool = False) -> None:
         tensors: What was written to.
         for_good: Never keep a cast of a weight there again.
     """
-    _last_drop[0] = object()  # before entries go: a cast that was begun before isn't kept after
-    caches = _filled()
+    caches = _begin_drop()
     if not caches and not for_good:
         return
-    storages = [s for s in map(storage_of, tensors) if s is not None]
+    storages = _storages(tensors)
     if for_good:
         for storage in storages:
-            setattr(storage, _REWRITTEN, True)
+            setattr(storage, REWRITTEN, True)
     for number in {s._cdata for s in storages}:
         for entries in caches:
             entries.forget(number)
+
+
+def outdate(tensors: Iterable[Tensor]) -> None:
+    """Drop as ``forget`` does, except that lasting casts of the calling thread stay in place to be made anew.
+
+    They aren't served until then.
+    """
+    caches = _begin_drop()
+    if not caches:
+        return
+    own = PERSISTENT_CACHE.entries
+    for number in {s._cdata for s in _storages(tensors)}:
+        for entries in caches:
+            if entries is own:
+                entries.outdate(number)
+            else:
+                entries.forget(number)
+
+
+def _begin_drop() -> list[Entries]:
+    _last_drop[0] = object()  # before entries go: a cast that was begun before isn't kept after
+    return _filled()
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    return [s for s in map(storage_of, tensors) if s is not None]

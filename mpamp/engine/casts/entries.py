@@ -25,18 +25,27 @@ def state_of(weight: Tensor) -> tuple[Any, ...]:
 class Entry:
     """One cast, and what must still be true of the weight for it to count."""
 
-    __slots__ = ("depth", "graph", "low", "number", "readiness", "state", "storage", "version")
+    __slots__ = ("depth", "graph", "is_used", "low", "number", "readiness", "state", "storage", "version")
 
     def __init__(
         self, low: Tensor, state: tuple[Any, ...], storage: torch.UntypedStorage, home: weakref.ref[Entries]
     ) -> None:
-        self.low, self.version, self.state = low, low._version, state
+        self.low, self.version = low, low._version
+        self.state: tuple[Any, ...] | None = state
+        """The weight's, as it was; None: the weight was written to past its counter."""
         self.number: int = storage._cdata
         self.storage = _hang(storage, home)
         self.graph: weakref.ref[Tensor] | None = None
         self.depth = _mode_depth()
         """How many dispatch modes saw the cast being made: what they gave isn't for use outside of them."""
         self.readiness: Readiness | None = None
+        self.is_used = True
+        """Whether an op has had it since it was made."""
+
+    def renew(self, low: Tensor, readiness: Readiness | None) -> None:
+        """Hold another cast of the weight, which no op has had yet, in the same memory or in other."""
+        self.low, self.version, self.readiness = low, low._version, readiness
+        self.graph, self.is_used = None, False
 
 
 def _hang(storage: torch.UntypedStorage, home: weakref.ref[Entries]) -> weakref.ref[torch.UntypedStorage]:
@@ -57,7 +66,7 @@ class Entries(dict[Key, Entry]):
     A storage has one entry a dtype: of two weights that share all of it, the one used last.
     """
 
-    __slots__ = ("__weakref__", "home", "keys_of")
+    __slots__ = ("__weakref__", "casts", "home", "keys_of", "recasts")
 
     def __init__(self, live: dict[int, weakref.ref[Entries]]) -> None:
         """Make entries that are among ``live`` as long as they are."""
@@ -66,6 +75,10 @@ class Entries(dict[Key, Entry]):
         self.home = live[number] = weakref.ref(self, lambda _: live.pop(number, None))
         self.keys_of: dict[int, dict[torch.dtype, int]] = {}
         """By storage: each dtype of its entries, and the weight's id."""
+        self.casts = 0
+        """How many were made, those that are gone included."""
+        self.recasts = 0
+        """How many of them after a step of an optimizer."""
 
     def put(self, key: Key, entry: Entry) -> None:
         number, dtype = key
@@ -87,6 +100,13 @@ class Entries(dict[Key, Entry]):
         """Drop the entries that hang on a storage."""
         for dtype, number in list(self.keys_of.pop(storage, {}).items()):
             self.pop((number, dtype), None)
+
+    def outdate(self, storage: int) -> None:
+        """Have the entries that hang on a storage be served no more, but stay until they are made anew."""
+        for dtype, number in list(self.keys_of.get(storage, {}).items()):
+            entry = self.get((number, dtype))
+            if entry is not None:
+                entry.state = None
 
     def clear(self) -> None:
         super().clear()

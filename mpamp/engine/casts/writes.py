@@ -15,7 +15,8 @@ from torch.autograd import grad_mode
 
 from ...rules.eligibility import find_overload, overload_name
 from ..compiling import left_out_by_itself
-from .cache import forget
+from .cache import forget, outdate
+from .remaking import remake
 
 __all__ = ["watch_writes"]
 
@@ -36,8 +37,22 @@ def watch_writes() -> None:
 
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    # Optimizers of others may call kernels that torch doesn't know.
-    forget(p for group in optimizer.param_groups for p in group["params"])
+    weights = _written_by(optimizer)
+    outdate(weights)
+    remake(weights)
+
+
+def _written_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that a step may have written past their counters.
+
+    Optimizers of others may call kernels that torch doesn't know, for any of their parameters. Torch's own leave
+    alone what has no gradient.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if type(optimizer).step.__module__.startswith("torch.optim.") and not any(hooks):
+        return [p for p in params if p.grad is not None]
+    return params
 
 
 _libraries: list[torch.library.Library] = []
@@ -64,7 +79,7 @@ def _telling(op: OpOverload) -> Callable[..., None]:
         try:
             op.redispatch(keys & below, weights, *args, **kwargs)
         finally:
-            forget(weights)
+            outdate(weights)  # the optimizer that is stepping has them made anew, if one is
 
     return left_out_by_itself(kernel)
 

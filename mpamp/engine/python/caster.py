@@ -25,10 +25,10 @@ __all__ = ["caster", "keeper", "returns_new"]
 def keeper(backend: Backend) -> tuple[Callable[[Scope], bool], Callable[..., torch.Tensor]]:
     """Return a check whether casts may be kept now, and the function that gives a float32 weight's kept cast.
 
-    The latter returns a tensor that isn't a weight as it is.
+    The latter views the kept cast for a view of a weight. It returns what is neither as it is.
     """
     on_device, capturing, stream_of = backend.tensor_check(), backend.capture_check(), backend.stream_check()
-    is_tracing = torch._C._is_tracing
+    is_tracing, plain = torch._C._is_tracing, torch.Tensor
     functorch = torch._C._functorch.peek_interpreter_stack
 
     def may_keep(scope: Scope) -> bool:
@@ -42,6 +42,10 @@ def keeper(backend: Backend) -> tuple[Callable[[Scope], bool], Callable[..., tor
             return found  # type: ignore[no-any-return]
         if is_weight(tensor) and on_device(tensor):
             return cache.add(tensor, target, stream_of)  # type: ignore[no-any-return]
+        if type(tensor) is plain and (base := tensor._base) is not None and on_device(tensor):
+            found = cache.of_view(tensor, base, target, stream_of)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
         return tensor
 
     return may_keep, kept
