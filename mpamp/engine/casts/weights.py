@@ -26,9 +26,10 @@ def _kind(cls: type) -> str:
 def is_weight(tensor: Tensor) -> bool:
     """Tell whether the cache keeps casts of this tensor.
 
-    A tensor in a part of a larger storage is none: whoever owns the whole writes into it without raising the
-    tensor's version counter, such as flat parameters and ``vector_to_parameters``. Nor is one whose counter was
-    once set back after a write, as FSDP2 does with the parameters that it gathers.
+    Views are none, but may be of one: without grad mode, those of a leaf look like leaves. A tensor in a part of
+    a larger storage is none: whoever owns the whole writes into it without raising the tensor's version counter,
+    such as flat parameters and ``vector_to_parameters``. Nor is one whose counter was once set back after a
+    write, as FSDP2 does with the parameters that it gathers.
 
     Example:
         >>> is_weight(torch.nn.Parameter(torch.ones(2), requires_grad=False)), is_weight(torch.ones(2))
@@ -39,7 +40,7 @@ def is_weight(tensor: Tensor) -> bool:
     cls = type(tensor)
     kind = _KINDS[cls] if cls in _KINDS else _kind(cls)
     if kind == "leaf":
-        if not (tensor.requires_grad and tensor.is_leaf):
+        if not tensor.requires_grad or tensor._is_view() or not tensor.is_leaf:
             return False
     elif not kind:
         return False

@@ -40,12 +40,11 @@ def keeper(backend: Backend) -> tuple[Callable[[Scope], bool], Callable[..., tor
         found = cache.find(tensor, target, stream_of)
         if found is not None:
             return found  # type: ignore[no-any-return]
+        if type(tensor) is plain and (base := tensor._base) is not None:
+            found = cache.of_view(tensor, base, target, stream_of) if on_device(tensor) else None
+            return tensor if found is None else found
         if is_weight(tensor) and on_device(tensor):
             return cache.add(tensor, target, stream_of)  # type: ignore[no-any-return]
-        if type(tensor) is plain and (base := tensor._base) is not None and on_device(tensor):
-            found = cache.of_view(tensor, base, target, stream_of)
-            if found is not None:
-                return found  # type: ignore[no-any-return]
         return tensor
 
     return may_keep, kept

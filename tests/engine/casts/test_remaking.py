@@ -460,6 +460,7 @@ def test_two_optimizers_over_one_graph(x: Tensor, freezes: bool) -> None:
 HOLDS: dict[str, Callable[[Tensor, Parameter], Any]] = {
     "linked": lambda x, w: functional.linear(x, w),
     "frozen": lambda x, w: functional.linear(x, w.requires_grad_(False)),
+    "a frozen product": lambda x, w: torch.mm(x, w.requires_grad_(False)),
     "a view": lambda x, w: x @ w.T,
     "a frozen view": lambda x, w: x @ w.requires_grad_(False).T,
     "a part": lambda x, w: functional.linear(x, w[:4]),
