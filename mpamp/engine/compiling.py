@@ -17,6 +17,7 @@ __all__ = [
     "is_compiling",
     "is_dynamo_compiling",
     "is_exporting",
+    "left_out",
     "left_out_by_itself",
     "left_to_python",
     "run_while_tracing",
@@ -52,6 +53,13 @@ def run_while_tracing(function: F) -> F:
     """Have Dynamo run ``function`` and keep its result, rather than trace it; its arguments must be constants."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def left_out(function: F) -> F:
+    """Have Dynamo never trace ``function``, nor what it calls: compiled code is left for it, as for a disabled one."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "mpamp keeps casts outside of compiled code"  # type: ignore[attr-defined]
+    return left_out_by_itself(function)
 
 
 def left_out_by_itself(function: F) -> F:

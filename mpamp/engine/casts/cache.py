@@ -5,7 +5,9 @@ entry holds the low-precision *data* and no autograd graph, for a graph would ke
 cast that is linked to the weight's gradient is held weakly, and linked anew where it is gone.
 
 Nothing refers to the weight itself, not even weakly: ``torch.utils.swap_tensors`` would refuse it then. What
-an entry hangs on is the weight's storage. Writes that raise no version counter are told of by ``writes``.
+an entry hangs on is the weight's storage. Writes that raise no version counter are told of by ``writes``; what
+outlives regions is made anew after an optimizer's step by ``remaking``. A view of a weight has no entry: it is
+given a view of the weight's.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 from .entries import Entries, Entry, state_of
 from .linking import cast, guarded, linked, viewed
 from .streams import Readiness
-from .weights import REWRITTEN, is_viewed_alike, is_weight, storage_of
+from .weights import REWRITTEN, is_all_of, is_apart, is_viewable, is_weight, storage_of
 
 __all__ = [
     "PERSISTENT_CACHE",
@@ -105,7 +107,7 @@ class CastCache:
             return None
         entry.is_used = True
         if view is not None:
-            return viewed(entry, view, tensor)
+            return viewed(entry, view)
         if entry.depth or _mode_depth():
             return guarded(entry, tensor)
         if _is_grad_enabled() and tensor.requires_grad:
@@ -120,24 +122,37 @@ class CastCache:
         None where the base is no weight, or where there is no cast yet and the view, used in one region, is too
         small a part for it to pay.
         """
-        if not is_viewed_alike(view, base):
-            return None
         found = self.find(base, dtype, stream_of, view)
-        if found is None and (self._is_lasting or base.numel() <= max(_WORTHWHILE * view.numel(), _SMALL)):
+        if found is not None:
+            return found
+        if is_apart(view) or not is_viewable(base) or view.untyped_storage() is not base.untyped_storage():
+            return None
+        if is_all_of(view, base):
+            return self.add(base, dtype, stream_of, view)
+        if self._is_lasting or base.numel() <= max(_WORTHWHILE * view.numel(), _SMALL):
             with torch.no_grad():
                 self.add(base, dtype, stream_of)
             found = self.find(base, dtype, stream_of, view)
         return found
 
-    def add(self, weight: Tensor, dtype: torch.dtype, stream_of: StreamOf | None = None) -> Tensor:
-        """Cast ``weight`` (float32) to ``dtype``, same shape, and keep the result."""
+    def add(
+        self, weight: Tensor, dtype: torch.dtype, stream_of: StreamOf | None = None, view: Tensor | None = None
+    ) -> Tensor:
+        """Cast ``weight`` (float32) to ``dtype``, same shape, and keep the result.
+
+        With a ``view`` that has all of the weight's elements in another order, cast that, and keep the same of it.
+        """
         self.entries.casts += 1
         # What the cast is of is taken first: a thread that writes meanwhile leaves an entry that is never served.
         last, state, storage = _last_drop[0], state_of(weight), weight.untyped_storage()
-        graph = cast(weight, dtype)
+        graph = cast(weight if view is None else view, dtype)
         is_linked = graph.requires_grad
-        entry = Entry(graph.detach() if is_linked else graph, state, storage, self.entries.home)
-        if is_linked and not entry.depth:
+        low = graph.detach() if is_linked else graph
+        if view is not None:
+            low = low.as_strided(weight.shape, weight.stride())
+        entry = Entry(low, state, storage, self.entries.home)
+        entry.is_alike = low.stride() == weight.stride() and is_viewable(weight)
+        if is_linked and view is None and not entry.depth:
             entry.graph = weakref.ref(graph)
         if stream_of is not None:
             entry.readiness = Readiness(weight.device, stream_of(weight))

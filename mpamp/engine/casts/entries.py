@@ -25,7 +25,7 @@ def state_of(weight: Tensor) -> tuple[Any, ...]:
 class Entry:
     """One cast, and what must still be true of the weight for it to count."""
 
-    __slots__ = ("depth", "graph", "is_used", "low", "number", "readiness", "state", "storage", "version")
+    __slots__ = ("depth", "graph", "is_alike", "is_used", "low", "number", "readiness", "state", "storage", "version")
 
     def __init__(
         self, low: Tensor, state: tuple[Any, ...], storage: torch.UntypedStorage, home: weakref.ref[Entries]
@@ -39,6 +39,8 @@ class Entry:
         self.depth = _mode_depth()
         """How many dispatch modes saw the cast being made: what they gave isn't for use outside of them."""
         self.readiness: Readiness | None = None
+        self.is_alike = False
+        """Whether views of the weight say by their strides where they lie in the cast, too."""
         self.is_used = True
         """Whether an op has had it since it was made."""
 

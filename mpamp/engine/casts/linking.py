@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .entries import Entry
+from .weights import is_apart
 
 __all__ = ["cast", "guarded", "linked", "viewed"]
 
@@ -57,18 +58,19 @@ def linked(entry: Entry, weight: Tensor) -> Tensor:
     return graph
 
 
-def viewed(entry: Entry, view: Tensor, weight: Tensor) -> Tensor | None:
+def viewed(entry: Entry, view: Tensor) -> Tensor | None:
     """Return of a weight's kept cast what ``view`` is of the weight, with the gradient of the view, or None.
 
-    The weight and its cast have the same strides, so the view's lead to the same elements in both.
+    Both begin where their memory does and have the same strides, so the view's lead to the same elements.
     """
-    depth, low = _mode_depth(), entry.low
-    if depth < entry.depth or low.stride() != weight.stride():
+    if not entry.is_alike or view.untyped_storage() is not entry.storage() or is_apart(view):
         return None
+    depth, low = _mode_depth(), entry.low
     if depth:
+        if depth < entry.depth:
+            return None
         low = low.detach()
-    offset = view.storage_offset() - weight.storage_offset() + low.storage_offset()
-    found = low.as_strided(view.shape, view.stride(), offset)
+    found = low.as_strided(view.shape, view.stride(), view.storage_offset())
     if _is_grad_enabled() and view.requires_grad:
         return _Linked.apply(view, found)  # type: ignore[no-any-return,no-untyped-call]
     return found

@@ -6,7 +6,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-__all__ = ["REWRITTEN", "is_viewed_alike", "is_weight", "storage_of"]
+__all__ = ["REWRITTEN", "is_all_of", "is_apart", "is_viewable", "is_weight", "storage_of"]
 
 Tensor = torch.Tensor
 _float32 = torch.float32
@@ -63,22 +63,38 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-def is_viewed_alike(view: Tensor, base: Tensor) -> bool:
-    """Tell whether a float32 view is of a weight, such that its strides say where it lies in a cast of that, too.
+def is_apart(view: Tensor) -> bool:
+    """Tell whether a view isn't told by where it lies: it is the negative of that, or may have a tangent."""
+    return view.is_neg() or forward_ad._current_level >= 0
 
-    Not a view whose data were replaced since, one whose numbers are the negatives of what its memory holds, nor
-    one in forward-mode differentiation: it may have a tangent. FSDP1's flat parameter is no weight: it gathers
-    its memory anew, past every counter.
+
+def is_viewable(weight: Tensor) -> bool:
+    """Tell whether a weight's views say by their strides where they lie in a cast of the weight, too.
+
+    What isn't dense is cast to a tensor with other strides. FSDP1's flat parameter gathers its memory anew, past
+    every counter.
+
+    Example:
+        >>> is_viewable(torch.nn.Parameter(torch.ones(4, 2))), is_viewable(torch.ones(4, 2))
+        (True, False)
+    """
+    if not is_weight(weight) or hasattr(weight, "_is_flat_param") or not weight.untyped_storage().nbytes():
+        return False
+    return _is_dense(weight)
+
+
+def is_all_of(view: Tensor, base: Tensor) -> bool:
+    """Tell whether a view of a dense weight only turns it: its own cast has all of the elements, where they lie.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(4, 2))
-        >>> is_viewed_alike(weight.T, weight), is_viewed_alike(torch._neg_view(weight), weight)
-        (True, False)
+        >>> [is_all_of(view, weight) for view in (weight.T, weight.view(8), weight[:2], weight[:1].expand(4, 2))]
+        [True, True, False, False]
     """
-    if not is_weight(base) or hasattr(base, "_is_flat_param") or view.is_neg() or forward_ad._current_level >= 0:
+    if view.numel() != base.numel() or view.storage_offset() != base.storage_offset():
         return False
-    storage = base.untyped_storage()
-    if view.untyped_storage() is not storage or not storage.nbytes():
-        return False
-    # What isn't dense is cast to a tensor with other strides.
-    return base.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(base))
+    return _is_dense(view)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

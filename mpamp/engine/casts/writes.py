@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.autograd import grad_mode
 
 from ...rules.eligibility import find_overload, overload_name
-from ..compiling import left_out_by_itself
+from ..compiling import left_out, left_out_by_itself
 from .cache import forget, outdate
 from .remaking import remake
 
@@ -36,6 +36,7 @@ def watch_writes() -> None:
     _watch_counters_set_back()
 
 
+@left_out
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     weights = _written_by(optimizer)
     outdate(weights)

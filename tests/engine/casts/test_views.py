@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mpamp
-from mpamp.engine.casts.weights import is_viewed_alike
+from mpamp.engine.casts.weights import is_viewable
 from mpamp.testing import KernelCounter, WeightCastCounter
 
 BRAIN, FULL = torch.bfloat16, torch.float32
@@ -465,7 +465,7 @@ def test_views_of_what_is_no_weight_are_not_kept(x: Tensor, make: str) -> None:
 def test_a_base_that_is_not_dense_is_not_kept(x: Tensor) -> None:
     weight = Parameter(torch.ones(64).as_strided((8, 8), (1, 1)))
     weight.data = torch.ones(64).as_strided((8, 8), (2, 1))
-    assert not is_viewed_alike(weight.T, weight)
+    assert not is_viewable(weight)
     with region():
         assert torch.equal(torch.mm(x, weight.T), torch.mm(x.to(BRAIN), weight.T.to(BRAIN)))
 
@@ -643,8 +643,12 @@ def test_compiled_views_have_the_eager_dtypes(x: Tensor, backend: str) -> None:
 def test_a_flat_parameter_is_none() -> None:
     flat_param = pytest.importorskip("torch.distributed.fsdp._flat_param")
     flat = flat_param.FlatParameter(torch.ones(4, 4), requires_grad=True)
-    assert is_viewed_alike(Parameter(torch.ones(4, 4)).T, flat) is False
-    assert is_viewed_alike(flat.T, flat) is False  # gathered anew, into the same memory, past its counter
+    assert not is_viewable(flat)  # gathered anew, into the same memory, past its counter
+    with region():
+        torch.mm(torch.ones(4, 4), flat)
+        torch.mm(torch.ones(4, 4), flat.T)
+        flat.data.fill_(3)
+        assert torch.mm(torch.ones(4, 4), flat.T)[0, 0] == 12
 
 
 @pytest.fixture
