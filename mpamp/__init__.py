@@ -33,6 +33,7 @@ from .functions.registration import (
     unregister_op,
     unregister_promote_function,
 )
+from .insight import explain, trace
 from .plugins.backend import Backend
 from .regions.region import Region, autocast
 from .regions.threads import inherit_regions
@@ -74,6 +75,7 @@ __all__ = [
     "clear_cache",
     "custom_bwd",
     "custom_fwd",
+    "explain",
     "float_function",
     "get_backend",
     "get_op_table",
@@ -85,6 +87,7 @@ __all__ = [
     "register_op",
     "register_promote_function",
     "set_op_rules",
+    "trace",
     "unregister_float_function",
     "unregister_lower_precision_function",
     "unregister_op",

@@ -195,3 +195,19 @@ def test_every_policys_ops_are_counted(generate: types.ModuleType) -> None:
     assert list(counts) == [p.value for p in CastPolicy]
     assert counts["fp32"][0] > 1000 > counts["fp32_set_opt_dtype"][0] > counts["fp32_append_dtype"][0] > 0
     assert counts["fp32"][1] == 0 < counts["promote"][1]
+
+
+def test_what_the_page_of_traces_prints_is_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """But for times."""
+    page = _page("trace.md")
+    names: dict[str, Any] = {"__name__": "docs"}
+    for block in re.findall(r"^```python\n(.+?)^```$", page, flags=re.M | re.S):
+        exec(compile(block, "trace.md", "exec"), names)
+    shown = "\n".join(text.strip() for text in re.findall(r"^```text\n(.+?)^```$", page, flags=re.M | re.S))
+    printed = capsys.readouterr().out
+
+    def without_times(text: str) -> list[str]:
+        found = [re.sub(r"((?:B|KiB|MiB)) +\d+$", r"\1", line.rstrip()) for line in text.strip().splitlines()]
+        return [re.sub(r" {2,}", " ", line) for line in found if "compiled" not in line]
+
+    assert without_times(printed) == without_times(shown)

@@ -5,6 +5,7 @@
     entries.enter, leave      change a thread's autocast state, and undo that in any order and after any exception
     casts.cache               find and keep the cast of a weight; how many were made and are kept
     losses.fused              what runs a large loss in float32 from its lower-precision arguments
+    observe                   be told of each call of an op in a region, and of what was cast for it
 
 A thread's state is in ``scope`` and ``marks``; ``resolving`` says which scope a call is in. The kernels are in
 ``python``, which is loaded by the first region: that makes ``import mpamp`` cheap.
@@ -21,14 +22,19 @@ import torch
 from ..devices.listeners import LISTENERS
 from ..devices.state import DeviceState
 from ..rules.optable import OpTable
+from .observing import Call, Cast, Observation
 
 __all__ = [
     "BEFORE_FIRST_INSTALL",
+    "Call",
+    "Cast",
+    "Observation",
     "install",
     "installed",
     "is_native",
     "native_ops",
     "needs_kernel",
+    "observe",
     "tidy",
     "withdraw",
 ]
@@ -80,3 +86,13 @@ def native_ops(device: DeviceState) -> set[str]:
 def is_native(device: DeviceState, op: str) -> bool:
     """Tell whether an overload has a kernel at the device's Autocast key that isn't ours."""
     return _kernels().is_native(device, op)  # type: ignore[no-any-return]
+
+
+def observe(observer: Callable[[Call], None]) -> Observation:
+    """Have ``observer`` be given every call of an op in a region, on any thread, until the result is closed.
+
+    It is called on the thread of the call, once the op has returned, and must not call ops of torch's. Of ops that
+    the region's table doesn't list it is given the pointwise ones of torch's, and those of other libraries.
+    """
+    _kernels()
+    return Observation(observer)

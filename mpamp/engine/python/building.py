@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType
 from typing import Any
@@ -19,13 +20,15 @@ from ...rules.policy import CASTABLE, CastPolicy, target_dtype
 from ...rules.rows import APPEND_DTYPE
 from ..compiling import left_out_by_itself
 from ..losses import fused
+from ..observing import OBSERVERS, Call, is_inside_unlisted, telling_call
 from ..resolving import resolve as _resolve
 from ..scope import THREAD, Scope, ThreadState, graph_task, mode_depth
-from .caster import caster, keeper, returns_new
+from .caster import caster, keeper, returns_new, telling_caster
 from .codegen import is_normalization, kernel_source, names_of
+from .unlisted import is_unlisted
 from .wrapping import wrap
 
-__all__ = ["Kernel", "Nowhere", "build", "run_below"]
+__all__ = ["Kernel", "Nowhere", "build", "run_below", "write_anew"]
 
 _TORCH = "mm bmm addmm baddbmm addbmm matmul mv addmv prelu cat stack"
 _FAST: dict[str, Callable[..., Any]] = {
@@ -58,6 +61,7 @@ def build(
     torchs: CastPolicy | None = None,
     thread: Any = THREAD,
     resolve: Resolve = _resolve,
+    may_tell: bool = True,
 ) -> Kernel:
     """Return the kernel of one op at a device's Autocast key; it is written when it is first called.
 
@@ -71,14 +75,18 @@ def build(
         torchs: The policy that ``outside`` follows, where it is one that calls may be left to.
         thread: Where the kernel looks for the scope first.
         resolve: What it asks where that doesn't settle it.
+        may_tell: Whether observers are told of its calls.
     """
 
-    def write() -> FunctionType:
+    def write(observed: bool) -> FunctionType:
+        observed = observed and may_tell
+        run = call or _FAST.get(overload_name(op), op._op)
         # What is handed on to somebody else's function goes by that alone.
         from_16_bits = fused(overload_name(op), device.backend) if call is None else None
         environment = {
             **_constants(device, op),
-            **_functions(device, op, call or _FAST.get(overload_name(op), op._op)),
+            **_functions(device, op, run),
+            **(_telling(device, op, run) if observed else {}),
             "_TORCHS": torchs,
             "_thread": thread,
             "_resolve": resolve,
@@ -89,7 +97,12 @@ def build(
         name = overload_name(op)
         minds_sparse = name in _PRODUCTS and not device.backend.has_sparse_lower_precision
         source = kernel_source(
-            op, torchs, wraps=call is None, minds_sparse=minds_sparse, is_fused=from_16_bits is not None
+            op,
+            None if observed else torchs,  # what torch's kernel casts can't be seen
+            wraps=call is None,
+            minds_sparse=minds_sparse,
+            is_fused=from_16_bits is not None,
+            observed=observed,
         )
         file = f"<mpamp kernel {device.type} {name}>"
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)
@@ -106,20 +119,37 @@ def _stub(*args: Any, **kwargs: Any) -> Any:
     return _become(args, kwargs)  # type: ignore[name-defined]  # noqa: F821
 
 
-def _when_called(write: Callable[[], FunctionType]) -> Kernel:
+def _when_called(write: Callable[[bool], FunctionType]) -> Kernel:
     """Return a function that becomes what ``write`` returns when it is first called."""
     environment: dict[str, Any] = {}
     kernel = FunctionType(_stub.__code__, environment)
 
     def become(args: Any, kwargs: Any) -> Any:
-        written = write()
-        environment.update(written.__globals__)
-        kernel.__defaults__, kernel.__kwdefaults__ = written.__defaults__, written.__kwdefaults__
-        kernel.__code__ = written.__code__  # last: another thread may be calling it
-        return kernel(*args, **kwargs)
+        while True:
+            observed = bool(OBSERVERS.all)
+            written = write(observed)
+            environment.update(written.__globals__)
+            kernel.__defaults__, kernel.__kwdefaults__ = written.__defaults__, written.__kwdefaults__
+            kernel.__code__ = written.__code__  # last: another thread may be calling it
+            if observed is bool(OBSERVERS.all):  # else it may have been written anew meanwhile, and this undid that
+                return kernel(*args, **kwargs)
 
     environment["_become"] = become
+    number = id(kernel)
+    _kernels[number] = weakref.ref(kernel, lambda _: _kernels.pop(number, None))
     return kernel
+
+
+_kernels: dict[int, weakref.ref[FunctionType]] = {}
+"""Every kernel that there is."""
+
+
+def write_anew() -> None:
+    """Have every kernel be written again when it is next called: observing has begun or ended."""
+    for ref in list(_kernels.values()):
+        kernel = ref()
+        if kernel is not None:
+            kernel.__code__ = _stub.__code__
 
 
 def _constants(device: DeviceState, op: OpOverload) -> dict[str, Any]:
@@ -158,7 +188,17 @@ def _constants(device: DeviceState, op: OpOverload) -> dict[str, Any]:
 def _functions(device: DeviceState, op: OpOverload, call: Kernel) -> dict[str, Any]:
     name = overload_name(op)
     may_keep, kept = keeper(device.backend)
-    cast, cast_apart = caster(device.backend, keep=returns_new(op)), caster(device.backend, keep=False)
+    return {
+        "_target_of": _target_of(device, name),
+        "_may_keep": may_keep,
+        "_kept": kept,
+        **_casting(device, op, call, caster),
+    }
+
+
+def _casting(device: DeviceState, op: OpOverload, call: Kernel, make: Callable[..., Any]) -> dict[str, Any]:
+    name = overload_name(op)
+    cast, cast_apart = make(device.backend, keep=returns_new(op)), make(device.backend, keep=False)
     append = find_overload(APPEND_DTYPE[name]) if name in APPEND_DTYPE else None
 
     def cast_all(tensors: Any, target: torch.dtype, scope: Scope) -> list[Any]:
@@ -166,15 +206,30 @@ def _functions(device: DeviceState, op: OpOverload, call: Kernel) -> dict[str, A
         return [t if t is None else one(t, target, scope) for t in tensors]
 
     return {
-        "_target_of": _target_of(device, name),
-        "_may_keep": may_keep,
-        "_kept": kept,
         "_cast": cast,
         "_cast_all": cast_all,
         "_call": call,
         "_call_append": None if append is None else append._op,
         "_normalize": _normalizer(device, op, call) if is_normalization(op) else None,
     }
+
+
+def _telling(device: DeviceState, op: OpOverload, call: Kernel) -> dict[str, Any]:
+    """Return what an observed kernel uses instead."""
+    slots = [
+        (i, a.name if a.kwarg_only else None) for i, a in enumerate(op._schema.arguments) if "Tensor" in str(a.type)
+    ]
+    found = _casting(device, op, telling_call(call, slots), telling_caster)
+    if found["_call_append"] is not None:
+        found["_call_append"] = telling_call(found["_call_append"], slots)
+    name = overload_name(op)
+    is_always = is_unlisted(name)
+
+    def is_untold(scope: Scope) -> bool:
+        # What an op that isn't listed is made of isn't told either, nor one with a kernel for rules of regions past.
+        return is_inside_unlisted() or not (is_always or scope.table.get(name))
+
+    return {"_Call": Call, "_is_untold": is_untold, **{f"{name}_told": found[name] for name in found}}
 
 
 @functools.cache

@@ -13,12 +13,13 @@ from ...oplists import lower_precision_ops
 from ...rules.eligibility import overload_name
 from ...rules.policy import CASTABLE
 from ..casts.cache import is_weight
+from ..observing import telling_cast
 
 if TYPE_CHECKING:
     from ...plugins.backend import Backend
     from ..scope import Scope
 
-__all__ = ["caster", "keeper", "returns_new"]
+__all__ = ["caster", "keeper", "returns_new", "telling_caster"]
 
 
 @functools.cache
@@ -56,8 +57,19 @@ def caster(backend: Backend, *, keep: bool) -> Callable[[torch.Tensor, torch.dty
 
     ``keep`` is False for ops that may return an argument itself: a kept cast must not reach the user.
     """
-    on_device = backend.tensor_check()
+    return _caster(backend, keep, *keeper(backend))
+
+
+def telling_caster(backend: Backend, *, keep: bool) -> Callable[[torch.Tensor, torch.dtype, Scope], torch.Tensor]:
+    """Return the same function for kernels that are observed: it says which kept casts it finds, and makes."""
     may_keep, kept = keeper(backend)
+    return _caster(backend, keep, may_keep, telling_cast(kept))
+
+
+def _caster(
+    backend: Backend, keep: bool, may_keep: Callable[[Scope], bool], kept: Callable[..., torch.Tensor]
+) -> Callable[[torch.Tensor, torch.dtype, Scope], torch.Tensor]:
+    on_device = backend.tensor_check()
 
     def cast(tensor: torch.Tensor, target: torch.dtype, scope: Scope) -> torch.Tensor:
         dtype = tensor.dtype

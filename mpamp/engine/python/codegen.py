@@ -8,6 +8,7 @@ The key is off while arguments are cast, as in torch's own kernels. ``building``
 from __future__ import annotations
 
 import keyword
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,7 @@ def kernel_source(
     wraps: bool = True,
     minds_sparse: bool = False,
     is_fused: bool = False,
+    observed: bool = False,
 ) -> str:
     """Return the Python source of an op's kernel.
 
@@ -103,6 +105,7 @@ def kernel_source(
         minds_sparse: Whether products of sparse tensors have no kernel in lower precision.
         wraps: Whether to wrap numbers in what is handed on; else what the op is handed on to does that.
         is_fused: Whether there is a function that may take the arguments of a call in float32 as they are.
+        observed: Whether the kernel tells of each call.
 
     Example:
         >>> from torch import ops
@@ -125,6 +128,11 @@ def kernel_source(
     target, casts = body
     if is_fused:
         casts = ["_result = _fused(" + ", ".join(names) + ") if _target is _FLOAT32 else None", *_RETURN_RESULT, *casts]
+    begin, end = [], []
+    run_absent = f"return _absent(_scope, _keys, {passed})"
+    if observed:
+        begin, end = [f"_told = _Call(_OP, _device, _scope, _policy, _lower, ({_all(seen)}))"], ["_told.leave()"]
+        call, casts = _told(call), [_told(line) for line in casts]
     return "\n".join(
         [
             f"def kernel({head}):",
@@ -137,14 +145,14 @@ def kernel_source(
             "    _lower = _get_dtype(_TYPE)",
             "    _policy = _scope.rules[_lower].get(_OP)",
             "    if _policy is None:",
-            *_indented(1, wrapped),
-            f"        return _absent(_scope, _keys, {passed})",
+            *_indented(1, _absent_body(seen, run_absent, wrapped) if observed and wraps else [*wrapped, run_absent]),
             *(["    _policy = _policy_of_sparse(_policy, (" + _all(seen) + "))"] if minds_sparse else []),
             *_indented(0, short),
             "    if _is_excluded(_VIEWS) and _is_in_a_kernel():",
             *_indented(1, wrapped),
             f"        return _outside(_keys, {passed})",
             *_indented(0, target),
+            *_indented(0, begin),
             "    _set_excluded(_KEY, True)",
             "    try:",
             *_indented(1, casts),
@@ -152,6 +160,7 @@ def kernel_source(
             f"        {call}",
             "    finally:",
             "        _set_excluded(_KEY, False)",
+            *_indented(1, end),
             "",
         ]
     )
@@ -159,6 +168,34 @@ def kernel_source(
 
 def _indented(depth: int, lines: list[str]) -> list[str]:
     return ["    " * (depth + 1) + line for line in lines]
+
+
+_TELLING = re.compile(r"\b(_cast_all|_cast|_call_append|_call|_normalize)\(")
+
+
+def _told(line: str) -> str:
+    """Return a line such that it tells what is cast, what is called, and what is returned.
+
+    What tells has names of its own: a thread may still be running the kernel as it was before.
+    """
+    before, word, value = _TELLING.sub(r"\1_told(", line).partition("return ")
+    return f"{before}return _told.done({value})" if word else before
+
+
+def _absent_body(seen: list[Argument], run: str, wrapped: list[str]) -> list[str]:
+    """Return the lines for a call that the table gives no policy.
+
+    What autograd's kernels call isn't told, nor the levels of ``torch.func``, each of which comes by here.
+    """
+    return [
+        "if _is_excluded(_VIEWS) or not _is_in_a_kernel() or _is_untold(_scope):",
+        *("    " + line for line in [*wrapped, run]),
+        f"_told = _Call(_OP, _device, _scope, None, _lower, ({_all(seen)}))",
+        "try:",
+        *("    " + line for line in [*wrapped, _told(run)]),
+        "finally:",
+        "    _told.leave()",
+    ]
 
 
 def _head(op: OpOverload, names: list[str], by_position: bool) -> str:

@@ -25,10 +25,12 @@ from ...rules.policy import CastPolicy
 from .. import BEFORE_FIRST_INSTALL
 from ..casts.writes import watch_writes
 from ..marks import marks_in_use
+from ..observing import OBSERVERS
 from ..scope import Scope
 from . import transforms
-from .building import Kernel, Nowhere, build, run_below
+from .building import Kernel, Nowhere, build, run_below, write_anew
 from .extensions import cover, overriding, put_on_top, surviving, watch
+from .unlisted import unlisted
 
 __all__ = ["install", "installed", "mark_tag_stale", "tag_compiler_caches", "tidy", "withdraw"]
 
@@ -114,6 +116,7 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> bool:
             for op in needs_kernel(device, table, dtype):
                 if op not in _installed[device.type]:
                     _install_one(device, op)
+            _let_observe(device, table)
             listed = [op for op, row in table.items() if row.at(dtype) is not None]
             transforms.install(device, [*listed, *transforms.COMPOSED])
             planned[dtype] = all(find_overload(op) is not None for op in table)
@@ -186,6 +189,46 @@ def tidy(device: DeviceState) -> None:
     withdraw(device, set(installed(device.type)) - needed)
 
 
+# -- For observers ---------------------------------------------------------------------------------------
+
+_for_observers: dict[str, set[str]] = {}
+"""By device type, the overloads that have a kernel of ours only while somebody observes."""
+
+
+def _let_observe(device: DeviceState, table: OpTable) -> None:
+    """Install kernels for the ops that are to be observed and need none, if somebody observes."""
+    if OBSERVERS.all:
+        listed = {op for op, row in table.items() if row.policies() and find_overload(op) is not None}
+        ops = sorted((listed | unlisted()) - _installed[device.type].keys())
+        for op in ops:
+            _install_one(device, op)
+        transforms.install(device, ops, apart=True)
+        _for_observers.setdefault(device.type, set()).update(ops)
+
+
+def _observing_changed() -> None:
+    """Begin to let observers see, or leave nothing of it."""
+    write_anew()
+    for device in devices_in_use():
+        if device.type not in _installed:
+            continue
+        planned = [(table, d) for table, dtypes in _planned.get(device.type, {}).items() for d in dtypes]
+        with burst(), overriding():
+            for table in {table for table, _ in planned}:
+                _let_observe(device, table)
+        if not OBSERVERS.all:
+            own = _for_observers.pop(device.type, set())
+            needed = {op for table, dtype in planned for op in needs_kernel(device, table, dtype)}
+            for op in (own & _installed[device.type].keys()) - needed:
+                _installed[device.type].pop(op)._destroy()
+                _overridden[device.type].discard(op)
+            listed = {op for table, dtype in planned for op, row in table.items() if row.at(dtype) is not None}
+            transforms.withdraw_apart(device, own - listed)
+
+
+OBSERVERS.changed.append(_observing_changed)
+
+
 def installed(device_type: str) -> list[str]:
     """Return the overloads that run a kernel of ours on a device type, in alphabetical order."""
     return sorted(op for op in _installed.get(device_type, {}) if op != _FALLTHROUGH)
@@ -231,7 +274,7 @@ def _native_kernel(device: DeviceState, op: OpOverload) -> Callable[..., Any]:
     scope = Scope(OpTable.from_rows({overload_name(op): row}, name="native"), None)
     below = run_below(device, op)
     absent = functools.partial(_ignore_scope, below)
-    return build(device, op, outside=below, absent=absent, thread=Nowhere, resolve=lambda _: scope)
+    return build(device, op, outside=below, absent=absent, thread=Nowhere, resolve=lambda _: scope, may_tell=False)
 
 
 def _ignore_scope(run: Kernel, scope: Scope, /, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...devices.registry import DeviceState
     from ...plugins.backend import Backend
 
-__all__ = ["COMPOSED", "install", "make_anew", "withdraw"]
+__all__ = ["COMPOSED", "install", "make_anew", "withdraw", "withdraw_apart"]
 
 _KEY = DispatchKey.FuncTorchDynamicLayerFrontMode
 _KEYS = DispatchKeySet(_KEY)
@@ -110,8 +110,11 @@ def _any_tensor(check: Callable[[Any], bool], values: Iterable[Any]) -> bool:
     return False
 
 
-def install(device: DeviceState, ops: Iterable[str]) -> None:
-    """Install kernels for ops of a device's table; torch before 2.9 gives no hold of what they go on top of."""
+def install(device: DeviceState, ops: Iterable[str], *, apart: bool = False) -> None:
+    """Install kernels for ops of a device's table; torch before 2.9 gives no hold of what they go on top of.
+
+    Those that are installed ``apart`` can be withdrawn one by one.
+    """
     if not hasattr(torch.library, "get_kernel"):
         return
     for name in ops:
@@ -120,7 +123,7 @@ def install(device: DeviceState, ops: Iterable[str]) -> None:
             if op is None:
                 continue
             entrance = _installed[name] = _Entrance(op)
-            group = "aten" if op.namespace == "aten" else name
+            group = "aten" if op.namespace == "aten" and not apart else name
             if group not in _libraries:
                 _libraries[group] = torch.library.Library(op.namespace, "IMPL")
             put_on_top(_libraries[group], name.partition("::")[2], _KEY.name, entrance.kernel())
@@ -134,6 +137,18 @@ def make_anew(op: str) -> None:
         _libraries.pop(op)._destroy()
         for device in entrance.devices.values():
             install(device, [op])
+
+
+def withdraw_apart(device: DeviceState, ops: Iterable[str]) -> None:
+    """Take out a device's kernels of ops that were installed apart."""
+    for name in ops:
+        entrance = _installed.get(name)
+        if entrance is not None and name in _libraries:
+            entrance.devices.pop(device.type, None)
+            entrance.kernels.pop(device.type, None)
+            if not entrance.devices:
+                del _installed[name]
+                _libraries.pop(name)._destroy()
 
 
 def withdraw(device: DeviceState) -> None:

@@ -53,7 +53,8 @@ def wrap(value: Any) -> Any:
     if template is None:
         return value
     with torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED), torch._C.DisableTorchFunction():
-        wrapped = template.detach()
+        # By way of data, which has a version of its own: autograd keeps what is wrapped, and minds when it changes.
+        wrapped = torch.Tensor._make_subclass(torch.Tensor, template.data)
         if kind in _SYMBOLS:
             wrapped._wrapped_number = value  # type: ignore[attr-defined]  # what torch gives back
         else:

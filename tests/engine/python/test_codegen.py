@@ -25,8 +25,9 @@ def test_every_schema_with_a_tensor_compiles() -> None:
     """Any op may be named in a rule, so any schema must give a kernel."""
     names = torch._C._dispatch_get_all_op_names()
     found = [op for n in names if n.startswith("aten::") and (op := find_overload(n)) and is_out_of_place(op)]
-    for op, wraps in itertools.product(found, (False, True)):
-        compile(kernel_source(op, wraps=wraps), str(op), "exec")
+    for op, is_observed_and_wraps in itertools.product(found, (False, True)):
+        source = kernel_source(op, wraps=is_observed_and_wraps, observed=is_observed_and_wraps)
+        compile(source, str(op), "exec")
     assert len(found) > 1000
 
 
@@ -36,7 +37,8 @@ def test_every_schema_with_a_tensor_compiles() -> None:
 def _own_names() -> set[str]:
     device, op = device_state("cpu"), torch.ops.aten.mm.default
     given = {*building._constants(device, op), *building._functions(device, op, op._op)}
-    code = compile(kernel_source(op), "kernel", "exec")
+    given |= building._telling(device, op, op._op).keys()
+    code = compile(kernel_source(op, observed=True), "kernel", "exec")
     return {n for n in {*given, *code.co_consts[0].co_names, *code.co_consts[0].co_varnames} if n.startswith("_")}
 
 

@@ -167,3 +167,14 @@ def test_numbers_of_symbolic_shapes_are_handed_on() -> None:
     assert found.dtype is FULL
     assert torch.equal(found, torch.full((3, 2), 4.5))
     torch._dynamo.reset()
+
+
+def test_a_number_that_autograd_keeps_does_not_change() -> None:
+    """A kernel that rules of a region past asked for hands numbers on wrapped; each is a tensor of its own."""
+    x = torch.ones(3, requires_grad=True)
+    with mpamp.autocast("cpu", ops={"mul": "fp32"}):
+        pass
+    with mpamp.autocast("cpu"):
+        (x * 2.0 * 3.0).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [6.0, 6.0, 6.0]

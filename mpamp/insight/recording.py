@@ -1,0 +1,99 @@
+"""Adds up what the engine tells. Nothing of a call is kept but numbers, names and dtypes."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+import torch
+from torch._C import _TorchDispatchModeKey as ModeKey
+
+from ..engine import Call
+from .faults import Faults
+from .places import Places, compiled_place
+from .records import OpUse, Phase, bytes_of, name_of, results_of
+
+__all__ = ["Recorder"]
+
+_get_mode = torch._C._get_dispatch_mode
+_Key = tuple[Any, ...]
+
+
+class _Tally:
+    __slots__ = ("bytes", "calls", "cast_ns", "casts", "kept", "ns")
+
+    def __init__(self) -> None:
+        self.calls = self.casts = self.kept = self.bytes = self.ns = self.cast_ns = 0
+
+
+class Recorder:
+    """What is given to ``engine.observe``; threads may call it at the same time."""
+
+    def __init__(self, history: int) -> None:
+        self.places = Places()
+        self.faults = Faults(self.places)
+        self.history: deque[tuple[str, str, str, int, int]] = deque(maxlen=history)
+        self._tallies: dict[_Key, _Tally] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, call: Call) -> None:
+        """Take down a call."""
+        phase: Phase = "forward" if call.task == -1 else "backward"
+        if call.modes and _is_traced():
+            if _get_mode(ModeKey.PROXY) is None or phase == "backward":
+                return  # a compiler's first look, or a backward pass, where ops run as they are called
+            phase = "compiled"
+        with torch._C.DisableTorchFunctionSubclass(), self._lock:
+            self._add(call, phase)
+
+    def _add(self, call: Call, phase: Phase) -> None:
+        place, module = (compiled_place(), None) if phase == "compiled" else self.places.here()
+        tensors = [t for t in call.arguments if isinstance(t, torch.Tensor)]
+        row = call.scope.table.get(call.op)
+        rule = "" if call.policy is None or row is None else row.source
+        dtypes = tuple([t.dtype for t in tensors]), tuple([t.dtype for t in results_of(call)])
+        key = (call.op, place, phase, call.device.type, call.lower, call.policy, rule, *dtypes)
+        tally = self._tallies.get(key)
+        if tally is None:
+            tally = self._tallies[key] = _Tally()
+        made = [cast for cast in call.casts if not cast.was_there]
+        tally.calls += 1
+        tally.casts += len(made)
+        tally.kept += len(call.casts) - len(made)
+        tally.ns += call.ns
+        tally.cast_ns += call.cast_ns if call.casts else 0
+        if phase != "compiled":  # there sizes may be symbols, which are not to be asked
+            tally.bytes += sum(bytes_of(cast) for cast in made)
+            self.history.append((call.op, place, phase, len(made), call.ns))
+            self.faults.look(call, tensors, rule, place, module)
+
+    def uses(self) -> list[OpUse]:
+        """Return how each op was used, in the order in which they were first called."""
+        with self._lock:
+            return [_use(key, tally) for key, tally in self._tallies.items()]
+
+
+def _is_traced() -> bool:
+    return any(_get_mode(key) is not None for key in (ModeKey.PROXY, ModeKey.FUNCTIONAL, ModeKey.FAKE))
+
+
+def _use(key: _Key, tally: _Tally) -> OpUse:
+    op, place, phase, device, lower, policy, rule, dtypes_in, dtypes_out = key
+    return OpUse(
+        op=op,
+        module=place,
+        phase=phase,
+        device=device,
+        region=name_of(lower),
+        policy="" if policy is None else str(policy),
+        rule=rule,
+        dtypes_in=tuple(map(name_of, dtypes_in)),
+        dtypes_out=tuple(map(name_of, dtypes_out)),
+        calls=tally.calls,
+        casts=tally.casts,
+        kept_used=tally.kept,
+        cast_bytes=tally.bytes,
+        host_us=tally.ns / 1000,
+        cast_us=tally.cast_ns / 1000,
+    )

@@ -1,0 +1,209 @@
+"""The trace: what autocast did while it was open, in numbers, as text, as a table, as a page and as a picture."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..devices.registry import devices_in_use
+from ..engine import Observation, observe
+from ..engine.scope import THREAD
+from ..regions.region import autocast
+from .difference import TraceDiff, diff
+from .page import page, table_of
+from .picture import draw
+from .recording import Recorder
+from .records import Finding, OpUse, Summary, use_to_dict
+from .text import as_rich, as_text
+
+__all__ = ["Trace", "explain"]
+
+
+class Trace:
+    """What each op was given, was cast to and gave back, by module, and what of it is worth a look.
+
+    A context manager: it sees the calls, in regions of mpamp, of every thread while it is open, those of backward
+    passes included. It may be read at any time, and opened again, which adds to it.
+    """
+
+    def __init__(self, history: int = 1000) -> None:
+        self._recorder = Recorder(history)
+        self._observation: Observation | None = None
+        self._compiled: dict[str, None] = {}
+
+    def __enter__(self) -> Trace:
+        if self._observation is not None:
+            raise RuntimeError("this trace is open: one that is opened twice would count calls twice.")
+        self._observation = observe(self._recorder)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        observation, self._observation = self._observation, None
+        if observation is not None:
+            observation.close()
+
+    # -- What was seen -----------------------------------------------------------------------------------
+
+    @property
+    def uses(self) -> list[OpUse]:
+        """How each op was used, in the order in which they were first called."""
+        return self._recorder.uses()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is worth a look: what rules and code of one's own do comes first, then what shipped tables do."""
+        return self._recorder.faults.findings()
+
+    @property
+    def history(self) -> list[tuple[str, str, str, int, int]]:
+        """The last calls: op, module, phase, casts, and host time in nanoseconds."""
+        return list(self._recorder.history)
+
+    @property
+    def calls(self) -> int:
+        """Calls of ops that ran, those of compiled programs not among them."""
+        return self.summary().total("calls")
+
+    @property
+    def casts(self) -> int:
+        """Arguments that were cast."""
+        return self.summary().total("casts")
+
+    @property
+    def kept_used(self) -> int:
+        """Arguments that a kept cast stood in for."""
+        return self.summary().total("kept_used")
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes that casts read and wrote."""
+        return self.summary().total("cast_bytes")
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """What a trace of this process can't see."""
+        found = [
+            "Casts that gradients go through on their way back: autograd's, one for each cast that has a gradient.",
+            "Regions of torch.autocast outside of mpamp's.",
+        ]
+        if "torch._dynamo" in sys.modules:
+            found.append(
+                "Runs of compiled code; what was compiled while the trace was open is listed once a graph, as compiled."
+            )
+        found += [f"{name} is compiled: of code that it had before, nothing is listed." for name in self._compiled]
+        return tuple(found)
+
+    def summary(self) -> Summary:
+        """Return what was seen up to now, as a value that doesn't change."""
+        return Summary(tuple(self.uses), self.findings, self.unseen)
+
+    # -- As something else -------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the history as values that JSON has."""
+        seen = self.summary()
+        return {
+            "torch": torch.__version__,
+            "tables": {d.type: {"name": d.table.name, "fingerprint": d.table.fingerprint} for d in devices_in_use()},
+            "totals": {name: seen.total(name) for name in ("calls", "casts", "kept_used", "cast_bytes")},
+            "uses": [use_to_dict(use) for use in seen.uses],
+            "findings": [finding.to_dict() for finding in seen.findings],
+            "unseen": list(seen.unseen),
+        }
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return the trace as JSON text, and write it to ``path`` if one is given."""
+        return _written(json.dumps(self.to_dict(), indent=1), path)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return the trace as one HTML page that needs nothing else, and write it to ``path`` if one is given."""
+        return _written(page(self.summary()), path)
+
+    def _repr_html_(self) -> str:
+        return table_of(self.summary())
+
+    def __str__(self) -> str:
+        return as_text(self.summary())
+
+    def __rich__(self) -> Any:
+        return as_rich(self.summary())
+
+    def __repr__(self) -> str:
+        return f"<Trace: {self.calls} calls, {self.casts} casts, {len(self.findings)} findings>"
+
+    def plot(self, ax: Any = None, top: int = 12) -> Any:
+        """Draw the bytes that casts moved, by op; needs matplotlib.
+
+        Args:
+            ax: Where to; None makes a figure.
+            top: How many ops to draw.
+
+        Returns:
+            The matplotlib axes.
+        """
+        return draw(self.summary(), ax, top)
+
+    def diff(self, other: Trace) -> TraceDiff:
+        """Return on which ops, in which modules, ``other`` differs from this trace."""
+        return diff(self.uses, other.uses)
+
+
+def _written(text: str, path: str | os.PathLike[str] | None) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
+
+
+def explain(model: torch.nn.Module, *inputs: Any, **kwargs: Any) -> Trace:
+    """Run a model once and return what autocast did."""
+    seen = Trace()
+    seen._recorder.places.add(model)
+    seen._compiled.update(
+        dict.fromkeys(name or type(model).__name__ for name, m in model.named_modules() if _is_compiled(m))
+    )
+    with seen, _region_for(model, inputs), _unchanged(model):
+        model(*inputs, **kwargs)
+    return seen
+
+
+def _region_for(model: torch.nn.Module, inputs: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
+    if THREAD.state.entries:
+        return contextlib.nullcontext()
+    tensors = [*model.parameters(), *model.buffers(), *(t for t in inputs if isinstance(t, torch.Tensor))]
+    return autocast(tensors[0].device if tensors else None)
+
+
+@contextlib.contextmanager
+def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = sorted({buffer.device for buffer in (*model.buffers(), *model.parameters())}, key=str)
+    with contextlib.ExitStack() as stack:
+        for device in devices:
+            if device.type == _accelerator():
+                stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
+        stack.enter_context(torch.random.fork_rng([]))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+def _accelerator() -> str:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return "" if device is None else device.type
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
