@@ -21,6 +21,7 @@ __all__ = [
     "left_out_by_itself",
     "left_to_python",
     "run_while_tracing",
+    "stepped_over",
     "traced",
 ]
 
@@ -28,6 +29,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Contexts = tuple[tuple[str, torch.dtype, bool], ...]
 """Regions of ``torch.autocast``: a device type, dtype and whether it is enabled, each."""
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+
+_STEP_OVER = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
 
 _pytree.register_constant(OpTable)  # else Dynamo in torch 2.8 can't hand one to what it runs
 
@@ -65,6 +68,12 @@ def left_out(function: F) -> F:
 def left_out_by_itself(function: F) -> F:
     """Have Dynamo trace ``function`` only where compiled code calls it, not where the eager part of a program does."""
     eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    return function
+
+
+def stepped_over(function: F) -> F:
+    """Have Dynamo trace ``function`` only where compiled code calls it; what it calls is compiled either way."""
+    eval_frame.set_code_exec_strategy(function.__code__, _STEP_OVER)
     return function
 
 

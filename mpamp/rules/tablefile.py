@@ -20,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["TORCH_VERSION", "parse", "read", "write"]
+__all__ = ["TORCH_VERSION", "loads", "parse", "read", "write"]
 
 TORCH_VERSION = ".".join(torch.__version__.split(".")[:2])
 _KEYS: dict[str, type] = {"name": str, "device": str, "base": str, "torch": str, "ops": dict}
@@ -55,13 +55,7 @@ def parse(text: str) -> dict[str, Any]:
     Raises:
         OpTableError: It isn't TOML, or no table.
     """
-    for number, line in enumerate(text.split("\n"), 1):
-        if len(line) > _LONGEST_LINE:
-            raise OpTableError(f"line {number} has {len(line)} characters: no line of an op table is as long.")
-    try:
-        data = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, or a thousand brackets, too
-        raise OpTableError(f"not a TOML op table: {error}.") from error
+    data = loads(text)
     if set(data) - set(_KEYS) or not isinstance(data.get("ops"), dict):
         raise OpTableError(
             f"an op table has the keys name, device, base, torch and an [ops] section; got {shown(sorted(data))}."
@@ -70,6 +64,21 @@ def parse(text: str) -> dict[str, Any]:
         if not isinstance(value, _KEYS[key]):
             raise OpTableError(f"{key} is a string, got {shown(value)}.")
     return data
+
+
+def loads(text: str) -> dict[str, Any]:
+    """Return what TOML text holds, whatever its keys.
+
+    Raises:
+        OpTableError: It isn't TOML.
+    """
+    for number, line in enumerate(text.split("\n"), 1):
+        if len(line) > _LONGEST_LINE:
+            raise OpTableError(f"line {number} has {len(line)} characters: no line of an op table is as long.")
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, or a thousand brackets, too
+        raise OpTableError(f"not a TOML op table: {error}.") from error
 
 
 def read(path: str | os.PathLike[str]) -> str:
