@@ -3,10 +3,12 @@
 from ._version import __version__
 from .devices.registry import get_backend, get_op_table, set_op_rules
 from .engine.casts.cache import CacheInfo, cache_info, clear_cache
+from .engine.casts.checking import StaleCast, verify_cache
 from .errors import (
     BannedOpError,
     Fp16GradientError,
     GradientOverflowError,
+    ModuleRuleError,
     MpampError,
     MpampWarning,
     OpTableError,
@@ -16,6 +18,7 @@ from .errors import (
     ScalerSettingError,
     ScalerStateError,
     ScalerUsageError,
+    StaleCastError,
     UnknownDeviceError,
     UnknownOpError,
     UnknownPolicyError,
@@ -23,6 +26,7 @@ from .errors import (
 )
 from .functions.annotated import float_function, lower_precision_function, promote_function
 from .functions.custom import custom_bwd, custom_fwd
+from .functions.module_rules import ModuleRules, module_rules
 from .functions.registration import (
     register_float_function,
     register_lower_precision_function,
@@ -49,6 +53,8 @@ __all__ = [
     "Fp16GradientError",
     "GradScaler",
     "GradientOverflowError",
+    "ModuleRuleError",
+    "ModuleRules",
     "MpampError",
     "MpampWarning",
     "OpTable",
@@ -64,6 +70,8 @@ __all__ = [
     "ScalerSettingError",
     "ScalerStateError",
     "ScalerUsageError",
+    "StaleCast",
+    "StaleCastError",
     "StepResult",
     "UnknownDeviceError",
     "UnknownOpError",
@@ -80,6 +88,7 @@ __all__ = [
     "get_backend",
     "get_op_table",
     "inherit_regions",
+    "module_rules",
     "lower_precision_function",
     "promote_function",
     "register_float_function",
@@ -92,4 +101,5 @@ __all__ = [
     "unregister_lower_precision_function",
     "unregister_op",
     "unregister_promote_function",
+    "verify_cache",
 ]

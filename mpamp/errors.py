@@ -9,6 +9,7 @@ __all__ = [
     "BannedOpError",
     "Fp16GradientError",
     "GradientOverflowError",
+    "ModuleRuleError",
     "MpampError",
     "MpampWarning",
     "OpTableError",
@@ -18,6 +19,7 @@ __all__ = [
     "ScalerSettingError",
     "ScalerStateError",
     "ScalerUsageError",
+    "StaleCastError",
     "UnknownDeviceError",
     "UnknownOpError",
     "UnknownPolicyError",
@@ -55,6 +57,14 @@ class UnknownOpError(OpTableError, LookupError):
 
 class UnknownPolicyError(OpTableError):
     """A rule names a policy that doesn't exist."""
+
+
+class ModuleRuleError(MpampError, ValueError):
+    """A module rule means no module of the model, contradicts another one, or says what can't be."""
+
+
+class StaleCastError(MpampError, RuntimeError):
+    """A weight was written in a way that nothing can see, and its kept cast is of what it was before."""
 
 
 class BannedOpError(MpampError, NotImplementedError):

@@ -148,7 +148,9 @@ def test_every_command_is_there_with_its_options() -> None:
 # -- Words and code ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", ["quick-start.md", "regions.md", "tables.md", "backend-plugin.md", "op-pack.md"])
+@pytest.mark.parametrize(
+    "page", ["quick-start.md", "regions.md", "module_rules.md", "tables.md", "backend-plugin.md", "op-pack.md"]
+)
 def test_its_python_runs(page: str) -> None:
     blocks = re.findall(r"^```python\n(.+?)^```$", _page(page), flags=re.M | re.S)
     assert blocks

@@ -13,6 +13,7 @@ import torch
 from ..devices.registry import device_state
 from ..engine import BEFORE_FIRST_INSTALL, install
 from ..engine.casts.cache import PERSISTENT_CACHE, REGION_CACHE
+from ..engine.casts.checking import CHECKS_REGIONS, checked
 from ..engine.compiling import (
     Contexts,
     is_dynamo_compiling,
@@ -401,6 +402,8 @@ def _serve_torch() -> None:
 
 
 BEFORE_FIRST_INSTALL.append(_serve_torch)
+if CHECKS_REGIONS:
+    Region.__enter__ = checked(Region.__enter__)  # type: ignore[method-assign]
 
 
 @run_while_tracing

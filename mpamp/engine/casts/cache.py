@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -29,10 +30,12 @@ __all__ = [
     "REGION_CACHE",
     "CacheInfo",
     "CastCache",
+    "KeptCast",
     "cache_info",
     "clear_cache",
     "forget",
     "is_weight",
+    "kept",
     "last_drop",
     "outdate",
     "storage_of",
@@ -225,6 +228,48 @@ def cache_info() -> CacheInfo:
 
 def _filled() -> list[Entries]:
     return [entries for ref in list(_live.values()) if (entries := ref())]
+
+
+class KeptCast:
+    """A cast that is kept, and what it is of."""
+
+    __slots__ = ("_entry", "_id", "low")
+
+    def __init__(self, number: int, entry: Entry) -> None:
+        self._id, self._entry = number, entry
+        self.low = entry.low
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether the cast may still be queued on a stream."""
+        return self._entry.readiness is not None
+
+    def serves(self, tensor: Tensor) -> bool:
+        """Tell whether ``find`` would return the cast for this tensor, as far as the tensor decides that."""
+        return (
+            self._id == id(tensor)
+            and self._entry.state == state_of(tensor)
+            and self._entry.storage() is storage_of(tensor)
+        )
+
+    def weight(self) -> Tensor | None:
+        """Return a tensor of what is now where the weight was; None where that can't be read without the weight."""
+        storage, state = self._entry.storage(), self._entry.state
+        if storage is None or state is None or not storage.nbytes():
+            return None
+        _, address, stride, shape = state
+        offset = (address - storage.data_ptr()) // _float32.itemsize
+        with torch.no_grad():
+            return torch.empty(0, dtype=_float32, device=storage.device).set_(storage, offset, shape, stride)
+
+
+def kept(*, of_all_threads: bool = True) -> Iterator[KeptCast]:
+    """Yield the casts that are kept, of all threads or of the calling one."""
+    own = (REGION_CACHE.entries, PERSISTENT_CACHE.entries)
+    for entries in _filled() if of_all_threads else own:
+        for (number, _), entry in list(entries.items()):
+            if entry.state is not None and entry.version == entry.low._version:
+                yield KeptCast(number, entry)
 
 
 def clear_cache() -> None:

@@ -1,0 +1,154 @@
+"""One module's rule, and the regions that it means where the module is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from ..devices.registry import devices_in_use
+from ..devices.state import DeviceState
+from ..engine.casts.cache import PERSISTENT_CACHE
+from ..engine.compiling import (
+    Contexts,
+    is_dynamo_compiling,
+    left_out_by_itself,
+    run_while_tracing,
+    stepped_over,
+    traced,
+)
+from ..engine.resolving import resolve
+from ..engine.scope import Scope
+from ..regions.programs import contexts_of, surrounding
+from ..regions.region import Region, autocast
+from ..rules.optable import ANY_DEVICE, OpTable
+from .containers import map_tensors
+
+__all__ = ["SOURCE", "ModuleRule", "run_by"]
+
+SOURCE = "module"
+"""Who decides the rows that a rule of ops puts on top of a region's table."""
+_16_BITS = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRule:
+    """What a module's forward runs in: a dtype, or rules of ops on top of the region's; without either, no autocast."""
+
+    dtype: torch.dtype | None = None
+    ops: OpTable | None = None
+
+    def __str__(self) -> str:
+        if self.dtype is not None:
+            return "fp32" if self.dtype is torch.float32 else str(self.dtype).removeprefix("torch.")
+        return "False" if self.ops is None else "{" + ", ".join(f"{op}: {row}" for op, row in self.ops.items()) + "}"
+
+
+_pytree.register_constant(ModuleRule)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """What ops of one device run in inside of a module: ``dtype`` None is without autocast."""
+
+    dtype: torch.dtype | None
+    table: OpTable | None
+    """None is the device's default."""
+
+
+def _inside(rule: ModuleRule, device: DeviceState, scope: Scope) -> _Inside | None:
+    """Return what a rule makes of the region around the call; None where it has nothing to say of it."""
+    table, dtype = surrounding(scope.table, torch.get_autocast_dtype(device.type))
+    if rule.ops is None:
+        return _Inside(rule.dtype, None if table is device.table else table)
+    if not torch.is_autocast_enabled(device.type) or rule.ops.device not in (ANY_DEVICE, device.type):
+        return None
+    return _Inside(dtype, table.override(rule.ops, source=SOURCE))
+
+
+def _scopes() -> list[tuple[DeviceState, Scope]]:
+    """Return the regions of mpamp's around the call."""
+    return [(device, scope) for device in list(devices_in_use()) if (scope := resolve(device)) is not None]
+
+
+# -- In eager code -------------------------------------------------------------------------------------
+
+_known: dict[Any, Region | None] = {}
+_MOST_KNOWN = 256
+
+
+@left_out_by_itself
+def _prepared(rule: ModuleRule, args: Any, kwargs: Any) -> tuple[tuple[Region, ...], Any, Any]:
+    """Return the regions to call a module in, and its arguments for that."""
+    found = tuple([region for device, scope in _scopes() if (region := _region(rule, device, scope)) is not None])
+    return found, *_arguments(rule, tuple([region.device_type for region in found]), args, kwargs)
+
+
+def _region(rule: ModuleRule, device: DeviceState, scope: Scope) -> Region | None:
+    name = device.type
+    is_on = torch.is_autocast_enabled(name)
+    key = (rule, name, device.version, scope.table, torch.get_autocast_dtype(name), is_on, scope.cache)
+    if key not in _known:
+        inside = _inside(rule, device, scope)
+        while len(_known) >= _MOST_KNOWN:
+            _known.pop(next(iter(_known)), None)
+        _known[key] = None if inside is None else _made(device, scope, inside)
+        return _known[key]
+    return _known[key]
+
+
+def _made(device: DeviceState, scope: Scope, inside: _Inside) -> Region:
+    if inside.dtype is None:
+        return autocast(device.type, enabled=False)
+    is_kept, is_persistent = scope.cache is not None, scope.cache is PERSISTENT_CACHE
+    return autocast(device.type, inside.dtype, True, is_kept, ops=inside.table, persistent_cache=is_persistent)
+
+
+# -- In programs that Dynamo makes ---------------------------------------------------------------------
+
+
+@run_while_tracing
+def _contexts(rule: ModuleRule) -> tuple[Contexts, ...]:
+    """Return what carries the same regions through a program."""
+    found = [(device, _inside(rule, device, scope)) for device, scope in _scopes()]
+    return tuple([_written(device, inside) for device, inside in found if inside is not None])
+
+
+def _written(device: DeviceState, inside: _Inside) -> Contexts:
+    if inside.dtype is None:
+        return ((device.type, device.backend.default_dtype, False),)
+    return contexts_of(device, inside.table, inside.dtype)
+
+
+# -- A call --------------------------------------------------------------------------------------------
+
+
+@stepped_over
+def run_by(rule: ModuleRule, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a module's forward by a rule; outside of mpamp's regions as if there were none."""
+    if not is_dynamo_compiling():
+        regions, args, kwargs = _prepared(rule, args, kwargs)
+        return _run_in(regions, function, args, kwargs)
+    contexts = _contexts(rule)
+    args, kwargs = _arguments(rule, tuple([c[-1][0] for c in contexts]), args, kwargs)
+    return _run_in(tuple([traced(c) for c in contexts]), function, args, kwargs)
+
+
+def _arguments(rule: ModuleRule, types: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments for a float32 module: what came in 16 bits, on devices of these types, is float32."""
+    if rule.dtype is not torch.float32 or not types:
+        return args, kwargs
+    return map_tensors(  # type: ignore[no-any-return]
+        (args, kwargs), torch.Tensor.float, lambda t: t.dtype in _16_BITS and t.device.type in types
+    )
+
+
+@stepped_over
+def _run_in(regions: tuple[Any, ...], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if not regions:
+        return function(*args, **kwargs)
+    with regions[0]:
+        return _run_in(regions[1:], function, args, kwargs)
