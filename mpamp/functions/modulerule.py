@@ -21,7 +21,7 @@ from ..engine.compiling import (
     traced,
 )
 from ..engine.resolving import resolve
-from ..engine.scope import Scope
+from ..engine.scope import THREAD, Scope, graph_task, mode_depth
 from ..regions.programs import contexts_of, surrounding
 from ..regions.region import Region, autocast
 from ..rules.optable import ANY_DEVICE, OpTable
@@ -71,7 +71,15 @@ def _inside(rule: ModuleRule, device: DeviceState, scope: Scope) -> _Inside | No
 
 def _scopes() -> list[tuple[DeviceState, Scope]]:
     """Return the regions of mpamp's around the call."""
-    return [(device, scope) for device in list(devices_in_use()) if (scope := resolve(device)) is not None]
+    state, is_resolved = THREAD.state, graph_task() == -1 and not mode_depth() and not torch.is_autocast_cache_enabled()
+    found: list[tuple[DeviceState, Scope]] = []
+    for device in devices_in_use():
+        scope: Scope | None = state.scopes[device.index]
+        if scope is None or scope.task != -1 or not is_resolved:  # as kernels do
+            scope = resolve(device)
+        if scope is not None:
+            found.append((device, scope))
+    return found
 
 
 # -- In eager code -------------------------------------------------------------------------------------
@@ -141,6 +149,8 @@ def _arguments(rule: ModuleRule, types: tuple[str, ...], args: Any, kwargs: Any)
     """Return the arguments for a float32 module: what came in 16 bits, on devices of these types, is float32."""
     if rule.dtype is not torch.float32 or not types:
         return args, kwargs
+    if not kwargs and all(isinstance(a, torch.Tensor) and a.dtype not in _16_BITS for a in args):
+        return args, kwargs  # mostly so, and looking into containers costs more than the region
     return map_tensors(  # type: ignore[no-any-return]
         (args, kwargs), torch.Tensor.float, lambda t: t.dtype in _16_BITS and t.device.type in types
     )
