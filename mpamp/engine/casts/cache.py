@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -258,9 +257,9 @@ class KeptCast:
         if storage is None or state is None or not storage.nbytes():
             return None
         _, address, stride, shape = state
-        offset = (address - storage.data_ptr()) // _float32.itemsize
+        offset = (address - storage.data_ptr()) // torch.float32.itemsize
         with torch.no_grad():
-            return torch.empty(0, dtype=_float32, device=storage.device).set_(storage, offset, shape, stride)
+            return torch.empty(0, dtype=torch.float32, device=storage.device).set_(storage, offset, shape, stride)
 
 
 def kept(*, of_all_threads: bool = True) -> Iterator[KeptCast]:
