@@ -1,5 +1,8 @@
 """Automatic mixed precision for PyTorch on every device."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
 from .devices.registry import get_backend, get_op_table, set_op_rules
 from .engine.casts.cache import CacheInfo, cache_info, clear_cache
@@ -45,6 +48,31 @@ from .rules.optable import OpTable
 from .rules.policy import CastPolicy
 from .scaler import GradScaler, ScaleEvent, ScalerConfig, ScaleRecord, ScaleState, StepResult
 
+if TYPE_CHECKING:
+    from .insight.overflow import OverflowFinder, find_overflow
+    from .insight.search import search_precision
+    from .insight.search_result import PrecisionSearch
+
+_LATER = {
+    "OverflowFinder": "insight.overflow",
+    "PrecisionSearch": "insight.search_result",
+    "find_overflow": "insight.overflow",
+    "search_precision": "insight.search",
+}
+"""Names for an occasion, whose modules are imported when they are first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
+
 __all__ = [
     "Backend",
     "BannedOpError",
@@ -59,8 +87,10 @@ __all__ = [
     "MpampWarning",
     "OpTable",
     "OpTableError",
+    "OverflowFinder",
     "PluginConflictError",
     "PluginLoadError",
+    "PrecisionSearch",
     "Region",
     "RegionError",
     "ScaleEvent",
@@ -84,6 +114,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "explain",
+    "find_overflow",
     "float_function",
     "get_backend",
     "get_op_table",
@@ -95,6 +126,7 @@ __all__ = [
     "register_lower_precision_function",
     "register_op",
     "register_promote_function",
+    "search_precision",
     "set_op_rules",
     "trace",
     "unregister_float_function",

@@ -149,7 +149,17 @@ def test_every_command_is_there_with_its_options() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["quick-start.md", "regions.md", "module_rules.md", "tables.md", "backend-plugin.md", "op-pack.md"]
+    "page",
+    [
+        "quick-start.md",
+        "regions.md",
+        "module_rules.md",
+        "tables.md",
+        "backend-plugin.md",
+        "op-pack.md",
+        "overflow.md",
+        "search.md",
+    ],
 )
 def test_its_python_runs(page: str) -> None:
     blocks = re.findall(r"^```python\n(.+?)^```$", _page(page), flags=re.M | re.S)

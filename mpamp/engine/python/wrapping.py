@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from ...rules.eligibility import overload_name
 
-__all__ = ["as_tensors", "number_slots", "wrap", "wraps_by_itself"]
+__all__ = ["as_tensors", "number_slots", "outside", "wrap", "wraps_by_itself"]
 
 
 def _keys(*keys: DispatchKey) -> DispatchKeySet:
@@ -28,6 +28,11 @@ _MODES = (DispatchKey.Python, DispatchKey.PythonTLSSnapshot)
 _AUTOCAST = [k for k in map(DispatchKey, range(64)) if torch._C._dispatch_key_name(k).startswith("Autocast")]
 _EXCLUDED = _keys(*_MODES, *_AUTOCAST)
 """A thread's keys outside of every mode, transform and region."""
+
+
+def outside() -> torch._C._ForceDispatchKeyGuard:
+    """Return a context in which the thread is outside of every mode, transform and region."""
+    return torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
 
 
 def _template(number: complex) -> torch.Tensor:

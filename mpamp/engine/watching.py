@@ -1,0 +1,162 @@
+"""Watching every call that reaches the dispatcher, from above: before autocast, autograd and all modes.
+
+A call is seen as it was made, then those that it is made of: ``linear``, the casts that its rule asks for, and
+``addmm``. What a kernel calls below autograd is its own affair, since it may work on memory that holds nothing yet.
+Calls of backward passes that begin while calls are watched are seen too, on whatever thread they run. Compiled graphs
+are not seen into. A region, autograd and the modes find what they would find without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch._ops import OpOverload
+
+from ..errors import MpampError
+from ..rules.eligibility import find_overload
+
+__all__ = ["Around", "unwatched", "watch_calls"]
+
+Run = Callable[[], Any]
+Around = Callable[[OpOverload, "tuple[Any, ...]", "dict[str, Any]", Run], Any]
+"""Given an op, its arguments and what runs it; returns the result."""
+
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+"""The one key above autocast and autograd that torch gives no meaning: no tensor has it, and no mode of torch's."""
+_KEY = torch._C._dispatch_key_parse(_KEY_NAME)
+_UNSEEN = frozenset({"aten::detach"})
+"""What torch makes a Python object of a class from (a Parameter, a FakeTensor): it must not have one yet."""
+_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+_AUTOCAST = functools.reduce(
+    operator.or_,
+    (
+        torch._C.DispatchKeySet(key)
+        for key in map(torch._C.DispatchKey, range(64))
+        if torch._C._dispatch_key_name(key).startswith("Autocast")
+    ),
+)
+_set_included = torch._C._dispatch_tls_set_dispatch_key_included
+
+
+class _Watcher:
+    """The process's only one: autograd's threads have no other way to find it."""
+
+    around: Around | None = None
+    libraries: ClassVar[dict[str, torch.library.Library]] = {}
+    served: ClassVar[set[str]] = set()
+    lock = threading.Lock()
+
+
+def _serve_all_ops() -> None:
+    """Put a kernel at the key for every op that there is; it is never asked where the key isn't included.
+
+    One by one: torch can't call a fallback in Python while a dispatch mode, or a tensor that has one, is about.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        if name in _Watcher.served or namespace == "prim":
+            continue
+        op = find_overload(name)
+        if op is not None:
+            library = _Watcher.libraries.get(namespace)
+            if library is None:
+                library = _Watcher.libraries[namespace] = torch.library.Library(namespace, "IMPL")
+            kernel = torch.library.fallthrough_kernel if name in _UNSEEN else _kernel(name, op)
+            library.m.impl(rest, _KEY_NAME, kernel, name not in _UNSEEN)  # type: ignore[union-attr]
+        _Watcher.served.add(name)
+    for higher_order in torch._ops._higher_order_ops.values():  # flex_attention, cond: what they call is seen
+        higher_order.fallthrough(_KEY)
+
+
+@contextlib.contextmanager
+def watch_calls(around: Around) -> Iterator[None]:
+    """Have ``around`` called in the place of every call that this thread, and its backward passes, make.
+
+    What it calls itself is seen as well: see ``unwatched``.
+
+    Raises:
+        MpampError: Someone is watching already.
+
+    Example:
+        >>> import torch
+        >>> seen = []
+        >>> with watch_calls(lambda op, args, kwargs, run: (seen.append(str(op)), run())[1]):
+        ...     y = torch.ones(2).softmax(0)
+        >>> [op for op in seen if "softmax" in op]
+        ['aten.softmax.int', 'aten._softmax.default']
+    """
+    with _Watcher.lock:
+        if _Watcher.around is not None:
+            raise MpampError("calls are being watched already: one of find_overflow and search_precision at a time.")
+        _serve_all_ops()
+        _Watcher.around = around
+    _set_included(_KEY, True)
+    try:
+        yield
+    finally:
+        _set_included(_KEY, False)
+        _Watcher.around = None
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Run torch's ops as outside of every region, mode, transform and graph, unseen by the watcher."""
+    from .python.wrapping import outside
+
+    with outside(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def _kernel(name: str, op: OpOverload) -> Callable[..., Any]:
+    if op.namespace == "aten":
+        return functools.partial(_call, op)
+
+    def call(keys: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return _call(find_overload(name) or op, keys, *args, **kwargs)  # it may have been defined anew
+
+    return call
+
+
+def _call(op: OpOverload, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
+    from .python.wrapping import wrap
+
+    around = _Watcher.around
+    slots = op._schema.arguments
+    is_whole = not (_is_composite(op) or _has_autocast_kernel(op, keys))
+
+    def run() -> Any:
+        tensors = ((a, s) for a, s in zip(args, slots, strict=False))
+        wrapped = [wrap(a) if not isinstance(a, torch.Tensor) and str(s.type) in _TENSOR else a for a, s in tensors]
+        if is_whole:
+            _set_included(_KEY, False)
+        try:
+            return op.redispatch(keys & _BELOW, *wrapped, **kwargs)
+        finally:
+            if is_whole:
+                _set_included(_KEY, True)
+
+    if around is None or torch._C._functorch.maybe_current_level() is not None:
+        return run()
+    return around(op, args, kwargs, run)
+
+
+@functools.cache
+def _is_composite(op: OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def _has_autocast_kernel(op: OpOverload, keys: Any) -> bool:
+    """Tell whether a call passes a kernel that casts its arguments and then calls the op again."""
+    under = keys & _AUTOCAST
+    return under.raw_repr() != 0 and torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), under.highestPriorityTypeId()
+    )
+
+
+_TENSOR = ("Tensor", "Optional[Tensor]")

@@ -1,0 +1,212 @@
+"""find_overflow: the first op whose result was not finite, and the gradients that became zero."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.watching import unwatched, watch_calls
+from ..errors import MpampError
+from ..regions.region import Region, autocast
+from .module_paths import ModulePaths
+from .overflow_calls import Recorder
+from .overflow_causes import StepValues
+from .overflow_measures import floats_in, plain_of
+from .overflow_report import StepReport
+
+__all__ = ["OverflowFinder", "find_overflow"]
+
+_KEPT_STEPS = 100
+
+
+class OverflowFinder:
+    """Watches the steps of a model; made by ``find_overflow``.
+
+    A context manager around a training loop: a step is a forward pass of the model and the backward passes after
+    it. Each is read when the next begins, and the last one at the end: one wait for the device a step.
+
+    Attributes:
+        steps: How many were read.
+        reports: Of the steps in which something went wrong, the last hundred.
+        waits: How often the host waited for the device.
+    """
+
+    def __init__(self, model: torch.nn.Module, scaler: Any, least_share: float | None) -> None:
+        self.model = model
+        self.scaler = scaler
+        self.steps = self.waits = 0
+        self.reports: deque[StepReport] = deque(maxlen=_KEPT_STEPS)
+        self._least_share = least_share
+        self._recorder = Recorder(ModulePaths(model), looks_for_underflow=least_share is not None)
+        self._open: contextlib.ExitStack | None = None
+        self._gradients: dict[str, int] = {}
+        self._ends: list[int] = []
+        self._scale: int | None = None
+
+    @property
+    def first(self) -> StepReport | None:
+        """The first of the reports, or None if nothing went wrong."""
+        return self.reports[0] if self.reports else None
+
+    @property
+    def skips(self) -> list[StepReport]:
+        """The steps with an inf or NaN in a gradient, which a scaler skips: whose it was, and which op made it."""
+        return [report for report in self.reports if report.parameters]
+
+    def __str__(self) -> str:
+        if not self.reports:
+            return f"{self.steps} steps: nothing overflows, and no gradient underflows"
+        return "\n".join(map(str, self.reports))
+
+    def __enter__(self) -> OverflowFinder:
+        if self._open is not None:
+            raise MpampError("this finder is watching already.")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._recorder.paths.followed(self._begin, self._see_output))
+            for name, param in self.model.named_parameters():
+                if param.requires_grad:
+                    hook = param.register_hook(self._gradient_hook(name))
+                    stack.callback(hook.remove)
+            stack.enter_context(watch_calls(self._recorder))
+            self._reset()
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._open is not None
+        stack, self._open = self._open, None
+        stack.close()
+        self.read()
+
+    def read(self) -> StepReport | None:
+        """End the step that is being watched, and return what went wrong in it; None if nothing was run.
+
+        Waits for the device once.
+        """
+        recorder = self._recorder
+        if not recorder.calls:
+            return None
+        with unwatched():
+            values = StepValues(recorder, recorder.measures.read())
+        self.waits += 1
+        self.steps += 1
+        report = self._report(values)
+        if not report.is_clean:
+            self.reports.append(report)
+        self._reset()
+        return report
+
+    def _report(self, values: StepValues) -> StepReport:
+        scale = None if self._scale is None else values.value(self._scale)
+        sinks = [
+            seen.number
+            for call in self._recorder.calls
+            if not call.is_backward and call.is_differentiable
+            for seen in call.outputs
+            if seen.number not in self._recorder.used
+        ]
+        names = [name for name, _ in self.model.named_parameters() if name in self._gradients]
+        bad = tuple(name for name in names if not values.is_finite(self._gradients[name]))
+        overflow = values.overflow([*self._ends, *sinks, *self._gradients.values()], scale)
+        underflows = () if self._least_share is None else values.underflows(self._gradients, self._least_share, scale)
+        return StepReport(self.steps, overflow, bad, tuple(underflows), scale)
+
+    def _reset(self) -> None:
+        self._recorder.begin()
+        self._gradients, self._ends, self._scale = {}, [], None
+
+    def _begin(self) -> None:
+        if self._gradients:
+            self.read()
+
+    def _see_output(self, output: Any) -> None:
+        with unwatched():
+            plain = [plain_of(tensor) for _, tensor in floats_in(output)]
+            found = [self._recorder.see(tensor, "output") for tensor in plain if tensor is not None]
+        self._ends += [seen.number for seen in found if seen is not None]
+
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
+        def see(grad: Tensor) -> None:
+            with unwatched():
+                if self._scale is None:
+                    self._scale = self._scale_now(grad.device)
+                plain = plain_of(grad)
+                seen = None if plain is None else self._recorder.see(plain, name)
+            if seen is not None:
+                self._gradients[name] = seen.number
+
+        return see
+
+    def _scale_now(self, device: torch.device) -> int | None:
+        if self.scaler is None:
+            return None
+        scale = self.scaler._scale
+        if scale is None:
+            scale = torch.tensor(self.scaler.get_scale(), device=device)
+        return self._recorder.measures.add(scale.detach().clone())
+
+
+def find_overflow(
+    model: torch.nn.Module,
+    *inputs: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    scaler: Any = None,
+    region: Region | None = None,
+    least_share: float | None = 0.1,
+    **kwargs: Any,
+) -> OverflowFinder:
+    """Find the first op of a step whose result is not finite, and the parameters whose gradients become zero.
+
+    With inputs, runs one step of the model and leaves weights and gradients as they are. Without, returns a finder to
+    put around a training loop. Every op runs as it would without, in the same dtypes; a step takes some times longer.
+
+    Args:
+        model: Any module. Compiled ones are not seen into.
+        inputs: The model's arguments.
+        loss: Makes the loss of the model's output. None: only the forward pass is run.
+        scaler: A GradScaler. Its scale is used, and named with each step that it skips; it isn't changed.
+        region: Where the model and the loss run. None: the region around, else one of the model's device.
+        least_share: Name parameters of whose gradients so much became zero, from 0 to 1. None doesn't look: it takes
+            a second run, in float32, of each op of the backward pass.
+        kwargs: The model's keyword arguments.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        >>> with torch.no_grad():
+        ...     _ = model[0].weight.fill_(300.0)
+        >>> found = find_overflow(model, torch.full((2, 4), 100.0), region=autocast("cpu", torch.float16))
+        >>> print(found.first.overflow.op, found.first.overflow.module, found.first.overflow.rule)
+        linear 0 {'linear': 'fp32'}
+    """
+    finder = OverflowFinder(model, scaler, least_share)
+    if not inputs and not kwargs:
+        return finder
+    device = next(
+        (t.device.type for t in (*model.parameters(), *_tensors(inputs, kwargs))), torch.get_default_device().type
+    )
+    if region is None:
+        region = autocast(device, enabled=True) if not torch.is_autocast_enabled(device) else None
+    params = [param for param in model.parameters() if param.requires_grad]
+    with finder:
+        with contextlib.nullcontext() if region is None else region:
+            output = model(*inputs, **kwargs)
+            value = None if loss is None else loss(output)
+            finder._see_output(value)
+        if value is not None and params:
+            if scaler is not None and scaler.is_enabled():
+                value = value * (scaler.get_scale() if scaler._scale is None else scaler._scale.to(value.device))
+            with autocast(device, enabled=False):
+                torch.autograd.grad(value, params, allow_unused=True)
+    return finder
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [tensor for _, tensor in floats_in(list(values))]
