@@ -1,6 +1,6 @@
 """Where the host's time goes in one model's step, by torch.profiler: ``torch.autocast`` against mpamp.
 
-    python benchmarks/breakdown.py --device cuda [--task gpt2-infer-1x16] [--json breakdown.json]
+    python benchmarks/breakdown.py --device cuda [--work gpt2-infer-1x16] [--json breakdown.json]
 
 The profiler itself slows every op down: compare the counts and the shares, not the sums; ``ms`` is a step's time
 without it.
@@ -8,12 +8,20 @@ without it.
 
 from __future__ import annotations
 
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from common import DTYPES, Variant, measure, parser, print_table, settings, start, synchronizer, write_json
-from models import VARIANTS, tasks, variants
 from torch.profiler import ProfilerActivity, profile
+
+from mpamp.bench.models import Measuring, variants
+from mpamp.bench.sizes import sizes_for
+from mpamp.bench.timing import Variant, measure, synchronizer
+from mpamp.bench.worker import DTYPES, environment
+from mpamp.bench.workloads import workloads
 
 COMPARED = ("pure", "torch.autocast", "mpamp", "mpamp persistent")
 COPIES = ("aten::to", "aten::_to_copy", "aten::copy_")
@@ -64,39 +72,64 @@ def profiled(variant: Variant, device: torch.device, steps: int) -> dict[str, An
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--task", help="the task of models.py (default: its first, gpt2-infer-1x16)")
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="where (default: cpu)")
+    options.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="the lower precision (default: bfloat16)")
+    options.add_argument("--work", help="a workload of mpamp bench (default: its first, gpt2-infer-1x16)")
     options.add_argument("--steps", type=int, default=20, help="steps under the profiler (default: 20)")
+    options.add_argument("--rounds", type=int, default=20, help="turns of each variant (default: 20)")
+    options.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything works")
+    options.add_argument("--json", type=Path, help="write the results to this file")
     options = options.parse_args()
-    start(options)
+    device, turn_s = options.device, 0.05
     if options.quick:
-        options.steps = 2
-    device = options.device
-    known = {task.name: task for task in tasks(is_quick=options.quick)}
-    if options.task is not None and options.task not in known:
-        raise SystemExit(f"no task is called {options.task!r}; there are: {', '.join(known)}")
-    task = next(iter(known.values())) if options.task is None else known[options.task]
-    made, _ = variants(task, device, DTYPES[options.dtype], 1)
-    chosen = {name: variant for name, variant in zip(VARIANTS, made, strict=True) if name in COMPARED}
-    turn_s = 0.001 if options.quick else 0.05
+        options.steps, options.rounds, turn_s = 2, 2, 0.001
+    known = {each.name: each for each in workloads(sizes_for(device, is_quick=options.quick)) if not each.is_parallel}
+    if options.work is not None and options.work not in known:
+        raise SystemExit(f"no workload is called {options.work!r}; there are: {', '.join(known)}")
+    workload = next(iter(known.values())) if options.work is None else known[options.work]
+    made = variants(workload, "eager", Measuring(device, DTYPES[options.dtype], precisions=COMPARED))
+    chosen = {name: variant for name, (variant, _) in made.items()}
     timings = measure(list(chosen.values()), device, rounds=options.rounds, turn_s=turn_s)
     found = {name: profiled(variant, device, options.steps) for name, variant in chosen.items()}
     for timing, row in zip(timings, found.values(), strict=True):
         row["ms"], row["host_ms"] = round(timing.us / 1e3, 4), round(timing.host_us / 1e3, 4)
     print_table(
-        f"{task.name}, per step",
+        f"{workload.name}, per step",
         ("variant", "ms", "host ms", *COPIES, "launches", "profiled: us in ops", "us on the device"),
         [_line(name, row) for name, row in found.items()],
     )
     for name, row in found.items():
         lines = [(op["op"], op["calls"], op["self_us"]) for op in row["ops"]]
         print_table(f"{name}: the host's time by op, per step", ("op", "calls", "self us"), lines)
-    write_json(options.json, "breakdown", device, settings(options), task=task.name, variants=found)
+    if options.json is not None:
+        result = {"environment": environment(device), "work": workload.name, "variants": found}
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _line(name: str, row: dict[str, Any]) -> list[object]:
     copies = [row["copies"][op] for op in COPIES]
     return [name, row["ms"], row["host_ms"], *copies, row["launches"], row["host_us_in_ops"], row["device_us"]]
+
+
+def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print rows under headings, the first column to the left and the others to the right."""
+    cells = [list(headings), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print(f"\n{title}")
+    for number, row in enumerate(cells):
+        first, *others = (
+            text.ljust(w) if not i else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join([first, *others]).rstrip())
+        if not number:
+            print("  ".join("-" * w for w in widths))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

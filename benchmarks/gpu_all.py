@@ -1,9 +1,9 @@
 """Everything that needs a card, in one run of under eight minutes: tests, demo, benchmarks and a profile.
 
-    PYTHONPATH=. python benchmarks/gpu_all.py --out DIR [--device cuda] [--parts region models ...]
+    PYTHONPATH=. python benchmarks/gpu_all.py --out DIR [--device cuda] [--parts bench-micro tests ...]
 
-Writes at most eight files into DIR, none in a folder of its own: ``report.json`` (the environment, and what
-each part did), ``tests.log``, the demo's two pictures and one JSON file per benchmark. Each part has its own
+Writes into DIR ``report.json`` (the environment, and what each part did), ``tests.log``, ``breakdown.json``, the
+demo's two pictures, and a folder for each suite of ``mpamp bench``. Each part has its own
 time limit; one that fails or runs out of time doesn't stop the others.
 """
 
@@ -60,17 +60,18 @@ def parts(out: Path, device: str, *, is_quick: bool) -> list[Part]:
     """Return all parts, in the order in which they run: the shorter and the more telling first."""
     options = ["--device", device, *(["--quick"] if is_quick else [])]
 
-    def benchmark(name: str, limit_s: float, *more: str) -> Part:
-        made = f"{name}.json"
-        command = [str(HERE / f"{name}.py"), *options, *more, "--json", str(out / made)]
-        return Part(name, command, limit_s, makes=made)
+    def bench(suite: str, limit_s: float, *more: str) -> Part:
+        name, folder = f"bench-{suite}", out / f"bench-{suite}"
+        command = ["-m", "mpamp", "bench", *options, "--suite", suite, "--out", str(folder), *more]
+        return Part(name, command, limit_s, ("click", "rich"), f"{name}/bench.json")
 
     def demo(dtype: str) -> Part:
         made, epochs = f"demo_{dtype}.png", "1" if is_quick else "5"
-        command = ["-c", "from mpamp.cli.main import main; main()", "demo", "--device", device, "--dtype", dtype]
+        command = ["-m", "mpamp", "demo", "--device", device, "--dtype", dtype]
         command += ["--epochs", epochs, "--out", str(out / made)]
         return Part(f"demo_{dtype}", command, 45, ("click", "rich", "sklearn", "matplotlib"), made)
 
+    made = ["--json", str(out / "breakdown.json")]
     chosen = f"{device} or parity or accelerator"
     pytest = [
         "-m",
@@ -90,12 +91,12 @@ def parts(out: Path, device: str, *, is_quick: bool) -> list[Part]:
     if _version("xdist") is not None:
         pytest += ["-n", "4"]
     return [
-        benchmark("region", 30),
-        benchmark("ops", 60, "--rounds", "15"),
-        benchmark("breakdown", 40, "--steps", "2"),
+        bench("micro", 90, "--rounds", "15"),
+        Part("breakdown", [str(HERE / "breakdown.py"), *options, "--steps", "2", *made], 40, makes="breakdown.json"),
         demo("fp16"),
         demo("bf16"),
-        benchmark("models", 150, "--budget-s", "120"),
+        bench("infer", 75, "--budget", "60"),
+        bench("train", 90, "--budget", "75"),
         Part("tests", pytest, 160, ("pytest",), log="tests.log"),
     ]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import click
 
 from mpamp._version import __version__
+from mpamp.cli.bench import bench
 from mpamp.cli.demo import demo
 from mpamp.cli.doctor import doctor
 from mpamp.cli.ops import ops
@@ -75,5 +76,5 @@ def app() -> None:
     """Automatic mixed precision for PyTorch on every device."""
 
 
-for command in (demo, doctor, ops, plugins, run):
+for command in (bench, demo, doctor, ops, plugins, run):
     app.add_command(command)

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-import mpamp
+from mpamp.cli.picking import pick_device
 from mpamp.devices.registry import device_state
-from mpamp.errors import PluginConflictError, PluginLoadError
 
 if TYPE_CHECKING:
     from mpamp.cli.demo_training import TrainingRun
@@ -53,7 +52,7 @@ def demo(device_name: str | None, dtype_name: str | None, epochs: int, out: Path
 
     if not out.absolute().parent.is_dir():
         raise click.BadParameter(f"there is no folder {str(out.parent)!r}", param_hint="--out")
-    device = _device(device_name)
+    device = pick_device(device_name)
     dtype = _lower_precision_dtype(device, dtype_name)
     console = Console()
     if device_state(device.type).backend.is_emulated(dtype):
@@ -74,42 +73,6 @@ def demo(device_name: str | None, dtype_name: str | None, epochs: int, out: Path
     console.print(_table(runs, f"{epochs} epochs of {steps // epochs} steps on {device}"))
     demo_plot.save(runs, out)
     console.print(f"Loss curves: {out}", soft_wrap=True)
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return _best_device()
-    try:
-        backend = device_state(name.partition(":")[0]).backend
-        device = torch.device(name)
-        is_here = backend.is_available()
-    except (PluginConflictError, PluginLoadError) as error:
-        raise click.ClickException(str(error)) from error
-    except mpamp.MpampError as error:
-        raise click.BadParameter(str(error), param_hint="--device") from error
-    except RuntimeError as error:
-        raise click.BadParameter(f"{name!r} is not a device: {error}", param_hint="--device") from error
-    if not is_here:
-        raise click.BadParameter(f"there is no {device.type} device on this machine", param_hint="--device")
-    count = torch.get_device_module(device).device_count()
-    if (device.index or 0) >= count:
-        raise click.BadParameter(
-            f"{name!r} is not on this machine, which has {count} of that type", param_hint="--device"
-        )
-    return device
-
-
-def _best_device() -> torch.device:
-    """Pick the accelerator of this machine if mpamp has a backend for it, else the processor."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        try:
-            device_state(accelerator.type)
-        except mpamp.MpampError:
-            pass
-        else:
-            return accelerator
-    return torch.device("cpu")
 
 
 def _lower_precision_dtype(device: torch.device, name: str | None) -> torch.dtype:

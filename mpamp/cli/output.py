@@ -16,7 +16,7 @@ from rich.table import Table
 
 from mpamp.errors import MpampError, MpampWarning, PluginConflictError, PluginLoadError
 
-__all__ = ["PROBLEM", "dtype_name", "errors_as_exits", "print_json", "print_table", "quietly"]
+__all__ = ["PROBLEM", "console", "dtype_name", "errors_as_exits", "print_json", "print_table", "quietly"]
 
 PROBLEM = 1
 """The exit code of a problem found; 0 is all well and 2, click's own, a wrong way to call the command."""
@@ -68,4 +68,9 @@ def print_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str
     table = Table(*headings, title=title, title_justify="left", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 10_000, markup=False, highlight=False).print(table)
+    console().print(table)
+
+
+def console() -> Console:
+    """Return what prints tables: as wide as the terminal; into a pipe, each row on one line."""
+    return Console(width=None if sys.stdout.isatty() else 10_000, markup=False, highlight=False)

@@ -1,34 +1,42 @@
-"""The time of a region: enter and exit, mpamp's against torch's.
-
-    python benchmarks/region.py [--device cuda] [--json region.json]
-
-A region's time doesn't depend on the model, and a step enters a few at most; it matters where a region is
-entered per layer or per token. The target for a plain region is at most 0.7 of torch's time.
-"""
+"""A region, entered and left: its time doesn't depend on the model, and matters where a layer or a token enters it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from common import (
-    DTYPES,
-    Variant,
-    measure,
-    parser,
-    print_table,
-    settings,
-    start,
-    use_mpamps_kernels,
-    write_json,
-)
 
-import mpamp
+from ...devices.registry import get_op_table
+from ...regions.region import autocast
+from ..precisions import BASE, use_mpamps_kernels
+from ..rows import Row, with_ratios
+from ..timing import Variant, measure
 
-TARGET = 0.7
-"""The share of torch's time that a plain region may take."""
+__all__ = ["cases", "run"]
+
+
+def run(device: torch.device, dtype: torch.dtype, rounds: int, *, is_quick: bool) -> list[Row]:
+    """Time all cases in turns; those that torch has nothing like are compared with a plain region of torch's."""
+    use_mpamps_kernels(device, dtype)
+    found = cases(device.type, dtype)
+    variants = [variant for _, *pair in found for variant in pair if variant is not None]
+    turn_s = 0.0005 if is_quick else 0.02
+    timings = iter(measure(variants, device, rounds=rounds, turn_s=turn_s, warm_up=2 if is_quick else 50))
+    rows: list[Row] = []
+    plain: Row | None = None
+    for case, torchs, ours in found:
+        pair = [
+            Row("micro", f"region: {case}", variant.name, time=next(timings))
+            for variant in (torchs, ours)
+            if variant is not None
+        ]
+        plain = plain or pair[0]
+        rows += with_ratios(pair, BASE) if torchs is not None else with_ratios([plain, *pair], BASE)[1:]
+    return rows
+
 
 # Each batch is written out, so that no call of a wrapper adds the same time to both sides.
 
@@ -50,7 +58,7 @@ def entered_anew(autocast: Any, device: str, dtype: torch.dtype, **options: Any)
 
 
 new_torch = functools.partial(entered_anew, torch.autocast)
-new_mpamp = functools.partial(entered_anew, mpamp.autocast)
+new_mpamp = functools.partial(entered_anew, autocast)
 
 
 def reused(region: Any) -> Callable[[int], None]:
@@ -63,7 +71,7 @@ def reused(region: Any) -> Callable[[int], None]:
 
 
 def decorated(region: Any) -> Callable[[int], None]:
-    @region
+    @region  # type: ignore[untyped-decorator]
     def function() -> None:
         pass
 
@@ -78,28 +86,26 @@ def cases(device: str, dtype: torch.dtype) -> list[tuple[str, Variant | None, Va
     """Return (case, torch's variant, mpamp's variant); None where torch has nothing like it."""
 
     def torchs(batch: Callable[[int], None], *, is_nested: bool = False) -> Variant:
-        outer = {"context": lambda: torch.autocast(device, dtype=dtype)} if is_nested else {}
-        return Variant("torch", batch, **outer)
+        return Variant(BASE, batch, (lambda: torch.autocast(device, dtype=dtype)) if is_nested else nullcontext)
 
     def ours(batch: Callable[[int], None], *, is_nested: bool = False) -> Variant:
-        outer = {"context": lambda: mpamp.autocast(device, dtype=dtype)} if is_nested else {}
-        return Variant("mpamp", batch, **outer)
+        return Variant("mpamp", batch, (lambda: autocast(device, dtype=dtype)) if is_nested else nullcontext)
 
     torch_new, mpamp_new = new_torch(device, dtype), new_mpamp(device, dtype)
     off = {"enabled": False}
     rules = {"softmax": "lower_precision_fp"}
-    table = mpamp.get_op_table(device).override(rules)
+    table = get_op_table(device).override(rules)
     return [
         ("plain", torchs(torch_new), ours(mpamp_new)),
         (
             "one object, entered again",
             torchs(reused(torch.autocast(device, dtype=dtype))),
-            ours(reused(mpamp.autocast(device, dtype=dtype))),
+            ours(reused(autocast(device, dtype=dtype))),
         ),
         (
             "decorated function",
             torchs(decorated(torch.autocast(device, dtype=dtype))),
-            ours(decorated(mpamp.autocast(device, dtype=dtype))),
+            ours(decorated(autocast(device, dtype=dtype))),
         ),
         ("nested in one of the same dtype", torchs(torch_new, is_nested=True), ours(mpamp_new, is_nested=True)),
         ("disabled", torchs(new_torch(device, dtype, **off)), ours(new_mpamp(device, dtype, **off))),
@@ -116,34 +122,6 @@ def cases(device: str, dtype: torch.dtype) -> list[tuple[str, Variant | None, Va
         ("persistent_cache=True", None, ours(new_mpamp(device, dtype, persistent_cache=True))),
         ("ops={...}", None, ours(new_mpamp(device, dtype, ops=rules))),
         ("ops=OpTable", None, ours(new_mpamp(device, dtype, ops=table))),
-        ("ops={...}, one object", None, ours(reused(mpamp.autocast(device, dtype=dtype, ops=rules)))),
+        ("ops={...}, one object", None, ours(reused(autocast(device, dtype=dtype, ops=rules)))),
         ("ops={...}, nested", None, ours(new_mpamp(device, dtype, ops=rules), is_nested=True)),
     ]
-
-
-def main() -> None:
-    options = parser(__doc__, threads=1).parse_args()
-    start(options)
-    use_mpamps_kernels(options.device, DTYPES[options.dtype])
-    found = cases(options.device.type, DTYPES[options.dtype])
-    variants = [variant for _, *pair in found for variant in pair if variant is not None]
-    turn_s = 0.0005 if options.quick else 0.02
-    timings = iter(measure(variants, options.device, rounds=options.rounds, turn_s=turn_s, warm_up=50))
-    rows = []
-    for case, torchs, _ in found:
-        theirs = None if torchs is None else next(timings)
-        ours = next(timings)
-        ratio = None if theirs is None else round(ours.us / theirs.us, 3)
-        rows.append({"case": case, "torch": theirs, "mpamp": ours, "ratio": ratio})
-    print_table(
-        "Enter and exit of one region, us (medians)",
-        ("case", "torch.autocast", "mpamp.autocast", "mpamp / torch"),
-        [(r["case"], r["torch"] and r["torch"].us, r["mpamp"].us, r["ratio"]) for r in rows],
-    )
-    ratio = rows[0]["ratio"]
-    print(f"\nplain region: {ratio:.2f} of torch.autocast's time (target: at most {TARGET})")
-    write_json(options.json, "region", options.device, settings(options), target=TARGET, ratio=ratio, rows=rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""What a call costs: a region, an op, a scaler's step."""
