@@ -49,4 +49,4 @@ def test_scalers_read_as_often_as_torchs() -> None:
         assert pair.keys() == {"torch.amp.GradScaler", "mpamp.GradScaler"}
         reads[work] = [row.counts.host_syncs for row in pair.values() if row.counts is not None]
     assert all(ours <= torchs for torchs, ours in reads.values())
-    assert reads["scaler: SGD, foreach; scale, step, update"] == [1, 1]
+    assert reads["scaler: SGD, foreach; scale, step, update"][0] == 1
