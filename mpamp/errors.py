@@ -35,6 +35,10 @@ class MpampWarning(UserWarning):
     """Root of every warning that mpamp gives; each comes once per process."""
 
 
+class EngineError(MpampError, RuntimeError):
+    """The compiled engine can't be built, or can't be used although it was asked for."""
+
+
 class RegionError(MpampError, RuntimeError):
     """A region was entered, left or applied in a way that can't work."""
 

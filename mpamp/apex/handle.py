@@ -99,10 +99,10 @@ class AmpHandle:
     @property
     def cache(self) -> dict[Any, torch.Tensor]:
         """The weights whose casts this thread keeps, and the casts."""
-        kept = {number: entry.low for (number, _), entry in castcache.REGION_CACHE.entries.items()}
+        kept = list(castcache.kept(of_all_threads=False))
         # Nothing refers to the weights: who asks for them, which scripts don't, waits until they are found.
-        found = (o for o in gc.get_objects() if id(o) in kept)
-        return {o: kept[id(o)] for o in found if isinstance(o, torch.Tensor)}
+        weights = [o for o in gc.get_objects() if kept and issubclass(type(o), torch.Tensor)]
+        return {weight: each.low for weight in weights for each in kept if each.serves(weight)}
 
     def remove_cache(self, param: torch.Tensor) -> None:
         """Drop a weight's cast."""

@@ -8,6 +8,7 @@ import click
 
 from mpamp._version import __version__
 from mpamp.cli.bench import bench
+from mpamp.cli.buildcore import build_core
 from mpamp.cli.demo import demo
 from mpamp.cli.doctor import doctor
 from mpamp.cli.ops import ops
@@ -76,5 +77,5 @@ def app() -> None:
     """Automatic mixed precision for PyTorch on every device."""
 
 
-for command in (bench, demo, doctor, ops, plugins, run):
+for command in (bench, build_core, demo, doctor, ops, plugins, run):
     app.add_command(command)

@@ -9,6 +9,7 @@ import click
 import torch
 
 import mpamp
+from mpamp import engine
 from mpamp.cli.output import PROBLEM, dtype_name, print_json, print_table
 from mpamp.cli.plugins import examine_all, plugins_left_out, record
 from mpamp.devices.registry import DeviceState, device_state
@@ -111,8 +112,10 @@ def _engine(device_type: str) -> dict[str, Any] | None:
     except MpampError:
         return None  # it is among the problems
     ours = needs_kernel(device, device.table, device.backend.default_dtype)
+    name, why = engine.which()
     return {
-        "name": "python",
+        "name": name,
+        "why": why,
         "device": device_type,
         "mpamp_kernels": len(ours),
         "torch_kernels": len(set(device.table) - set(ours)),
@@ -132,9 +135,12 @@ def _advice(current: str, devices: list[dict[str, Any]], problems: list[str]) ->
         )
     dtype = device["default_dtype"] if device["default_dtype"] in real else real[0]
     region = f'mpamp.autocast("{current}", dtype=torch.{dtype})'
+    more = ""
+    if engine.which()[0] == "python" and not engine.lacking_to_build():
+        more = " `mpamp build-core` compiles the engine: each call of an op costs less then."
     if dtype == "float16":
-        return f'Train in {region}, with mpamp.GradScaler("{current}").'
-    return f"Train in {region}; {dtype} needs no GradScaler."
+        return f'Train in {region}, with mpamp.GradScaler("{current}").{more}'
+    return f"Train in {region}; {dtype} needs no GradScaler.{more}"
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -144,12 +150,12 @@ def _print(report: dict[str, Any]) -> None:
     click.echo()
     headings = ("name", "distribution", "version", "status", "error")
     print_table("Plugins", headings, [[p[h] or "" for h in headings] for p in report["plugins"]])
-    engine = report["engine"]
+    found = report["engine"]
     click.echo(
         "\nEngine: none"
-        if engine is None
-        else f"\nEngine: {engine['name']}; on {engine['device']}, mpamp's kernels run {engine['mpamp_kernels']} ops of "
-        f"the default table, torch's run {engine['torch_kernels']}"
+        if found is None
+        else f"\nEngine: {found['name']} ({found['why']}); on {found['device']}, mpamp's kernels run "
+        f"{found['mpamp_kernels']} ops of the default table, torch's run {found['torch_kernels']}"
     )
     for device in report["devices"]:
         for fault in device["faults"]:

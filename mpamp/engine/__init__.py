@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from .observing import Call, Cast, Observation
 
 __all__ = [
     "BEFORE_FIRST_INSTALL",
+    "build_core",
+    "lacking_to_build",
+    "which",
     "Call",
     "Cast",
     "Observation",
@@ -96,3 +100,26 @@ def observe(observer: Callable[[Call], None]) -> Observation:
     """
     _kernels()
     return Observation(observer)
+
+
+def which() -> tuple[str, str]:
+    """Return the name of the engine that this process has, "python" or "compiled", and why it is that one.
+
+    Raises:
+        EngineError: ``MPAMP_ENGINE`` asks for what can't be had.
+    """
+    return importlib.import_module(f"{__name__}.compiled").which()  # type: ignore[no-any-return]
+
+
+def build_core(*, force: bool = False) -> Path:
+    """Compile the engine for the installed torch and return the library; ``mpamp build-core`` does it.
+
+    Raises:
+        EngineError: A tool is missing, or the compiler fails; nothing has changed then.
+    """
+    return importlib.import_module(f"{__name__}.compiled.building").build(force=force)  # type: ignore[no-any-return]
+
+
+def lacking_to_build() -> list[str]:
+    """Return what this machine lacks to compile the engine, a clause each."""
+    return importlib.import_module(f"{__name__}.compiled.building").missing()  # type: ignore[no-any-return]

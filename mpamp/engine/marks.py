@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._C import DispatchKey
@@ -93,12 +93,16 @@ class Carriers:
 
     names: tuple[str, ...] = ()
     keys: tuple[DispatchKey, ...] = ()
+    on_choice: ClassVar[list[Callable[[], Any]]] = []
+    """Called after each choice."""
 
     def choose(self) -> None:
         """Take the first candidates that are neither real here nor in use."""
         found = tuple([name for name in _CANDIDATES if name not in _retired and not _is_real(name)][:_COUNT])
         self.names = found if len(found) == _COUNT else ()
         self.keys = tuple(autocast_key(f"Autocast{name.upper()}") for name in self.names)
+        for tell in self.on_choice:
+            tell()
 
 
 def _is_real(name: str) -> bool:

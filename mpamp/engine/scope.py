@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +21,16 @@ mode_depth = torch._C._len_torch_dispatch_stack
 _NEVER = -2
 
 
+class _Compiled:
+    """The compiled engine, where there is one: it has a copy of every thread's scopes."""
+
+    core: Any = None
+
+
 class Scope:
     """What a kernel needs to know of the region that it runs in; immutable and shared by threads."""
 
-    __slots__ = ("cache", "mark", "rules", "table", "task")
+    __slots__ = ("cache", "core", "mark", "rules", "table", "task")
 
     def __init__(self, table: OpTable, cache: CastCache | None, mark: Mark = DEFAULT_MARK, task: int = -1) -> None:
         self.table, self.rules = table, table.rules
@@ -31,6 +38,8 @@ class Scope:
         self.mark = mark
         self.task = task
         """The backward pass (graph task) that the region was entered in, -1 outside of any."""
+        self.core: Any = None
+        """The same for the compiled engine, once that has asked for it; False where it leaves the scope to Python."""
 
     def again(self, task: int, *, keep: bool = False) -> Scope:
         """Return the scope as it is in a backward pass; casts are kept there only where ``keep`` says so."""
@@ -57,9 +66,32 @@ class ThreadState:
         """Each open region, outermost first: which, torch's cache flag before it, and what else leaving it sets."""
         self.scopes: list[Any] = [None] * MAX_DEVICES + [NO_MARK]
         """Each device's scope, by the device's index; then the mark."""
-        self.put = self.scopes.__setitem__
-        self.casts = REGION_CACHE.entries
+        self.put: Callable[[int, Any], Any] = self.scopes.__setitem__
+        self.casts: Any = REGION_CACHE.entries
         """The casts that leaving the outermost region drops."""
+        if _Compiled.core is not None:
+            self.attach()
+
+    def attach(self) -> None:
+        """Have the compiled engine see what is put into the calling thread's scopes; it leaves others' to Python."""
+        self.put = _Compiled.core.attach(self.entries, self.scopes, self.casts)
+        self.casts = _Casts(self.casts)
+
+
+class _Casts:
+    """The casts of a thread's regions, of both engines."""
+
+    __slots__ = ("entries",)
+
+    def __init__(self, entries: Any) -> None:
+        self.entries = entries
+
+    def __bool__(self) -> bool:
+        return bool(self.entries) or _Compiled.core.has_casts()
+
+    def clear(self) -> None:
+        self.entries.clear()
+        _Compiled.core.clear_region()
 
 
 class _Thread(threading.local):
@@ -69,3 +101,9 @@ class _Thread(threading.local):
 
 THREAD = _Thread()
 watch_regions(lambda: THREAD.state.entries)
+
+
+def connect(core: Any) -> None:
+    """Have the compiled engine see scopes: those of this thread, and of threads that come to have some."""
+    _Compiled.core = core
+    THREAD.state.attach()

@@ -20,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["families", "load_table", "lower_precision_ops", "refused", "table_names"]
+__all__ = ["families", "load_table", "lower_precision_ops", "refused", "table_names", "widening_ops"]
 
 
 _LOWER = CastPolicy.LOWER_PRECISION_FP
@@ -111,6 +111,20 @@ def lower_precision_ops() -> frozenset[str]:
         True
     """
     return frozenset(op for op, policy in _listed(_data("tables.toml")["uniform"][ANY_DEVICE]) if policy is _LOWER)
+
+
+_WITH_DTYPE = ("sums", "sums_named", "softmax", "softmax_named", "prod", "prod_named", "vector_norm")
+
+
+@functools.cache
+def widening_ops() -> frozenset[str]:
+    """Return the overloads that compute in the dtype they are asked for: ``fp32`` asks, and makes no copy itself.
+
+    Example:
+        >>> "aten::softmax.int" in widening_ops()
+        True
+    """
+    return frozenset(f"aten::{op}" for family in _WITH_DTYPE for op in _families()[family])
 
 
 def _rows(name: str, device: str) -> dict[str, Row]:

@@ -72,6 +72,14 @@ class Backend:
         check = getattr(getattr(torch, self.device_type, None), "is_current_stream_capturing", None)
         return check if check is not None and self.is_available() else None
 
+    def capture_address(self) -> int | None:
+        """Return the address of a C function that tells, for the compiled engine, whether a stream records a graph.
+
+        It is ``int status(void* stream, int* out)``: what it returns and what it writes are 0 where nothing is
+        recorded. None, where there is none, leaves ops that keep casts to the engine in Python.
+        """
+        return None
+
     def stream_check(self) -> Callable[[torch.Tensor], int] | None:
         """Return a function that numbers the stream on which a tensor's device queues work now, or None.
 

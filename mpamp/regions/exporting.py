@@ -190,12 +190,12 @@ def _in_kernel(device: DeviceState) -> Iterator[None]:
     scopes = THREAD.state.scopes
     scope = scopes[device.index]
     if scope is not None and scope.cache is not None:
-        scopes[device.index] = scope.again(scope.task)
+        THREAD.state.put(device.index, scope.again(scope.task))
     try:
         with torch._C.DisableTorchFunction():
             yield
     finally:
-        scopes[device.index] = scope
+        THREAD.state.put(device.index, scope)
 
 
 _would_decompose: Any = getattr(_python_dispatch, "autograd_would_have_decomposed", None)  # torch 2.8 has none

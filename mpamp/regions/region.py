@@ -14,6 +14,7 @@ from ..devices.registry import device_state
 from ..engine import BEFORE_FIRST_INSTALL, install
 from ..engine.casts.cache import PERSISTENT_CACHE, REGION_CACHE
 from ..engine.casts.checking import CHECKS_REGIONS, checked
+from ..engine.compiled import serve, spec_of
 from ..engine.compiling import (
     Contexts,
     is_dynamo_compiling,
@@ -57,6 +58,7 @@ class _Spec:
     __slots__ = (
         "_nested",
         "args",
+        "core",
         "device",
         "dtype",
         "enabled",
@@ -86,6 +88,7 @@ class _Spec:
         kept_in = None if not cache else PERSISTENT_CACHE if persistent else REGION_CACHE
         self.scope = Scope(default if self.table is None else self.table, kept_in, mark)
         self._nested: tuple[Mark, Scope] = (NO_MARK, self.scope)
+        self.core = spec_of(self.device, self.dtype, self.scope, self.key, self.index)
 
     def _dtypes_in(self) -> tuple[torch.dtype, ...]:
         """Return the dtypes to have kernels for: a region in float32 may hold torch's own regions of lower ones."""
@@ -287,8 +290,8 @@ class Region:
         try:
             entries.append(entry)
             _set_cache(False)
-            scopes[index] = scope
-            scopes[MARK] = mark
+            put(index, scope)
+            put(MARK, mark)
             if spec.dtype is not dtype:
                 _set_dtype(spec.type, spec.dtype)
             if is_first:
@@ -299,8 +302,8 @@ class Region:
             _set_excluded(key, is_off)
             _set_excluded(keys[0], is_first)
             _set_dtype(spec.type, dtype)
-            scopes[index] = before
-            scopes[MARK] = own
+            put(index, before)
+            put(MARK, own)
             _set_cache(flag)
             if entries and entries[-1] is entry:
                 entries.pop()
@@ -325,14 +328,15 @@ class Region:
             if _has_function_modes() and is_exporting():
                 _exporting().record_exit()
             state = _thread.state
-            entries, scopes = state.entries, state.scopes
+            entries = state.entries
             entry = entries[-1] if entries else None
             if entry is not None and entry[0] is self and type(entry[2]) is tuple:
                 key, is_off, name, dtype, index, before, own, first, is_first = entry[2]
                 _set_excluded(key, is_off)
                 if is_first:
                     _set_excluded(first, True)
-                scopes[index], scopes[MARK] = before, own
+                state.put(index, before)
+                state.put(MARK, own)
                 _set_dtype(name, dtype)
                 _set_cache(entry[1])
                 entries.pop()
@@ -399,6 +403,8 @@ def _serve_torch() -> None:
     serve_data_parallel()
     serve_autograd()
     _exporting().serve_export()
+    if not CHECKS_REGIONS:
+        serve(Region)
 
 
 BEFORE_FIRST_INSTALL.append(_serve_torch)

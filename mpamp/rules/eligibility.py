@@ -33,6 +33,10 @@ OBSERVERS = frozenset({"aten::fused_moving_avg_obs_fake_quant"})
 """Ops that write into running ranges beside their input, which are never cast."""
 WRITTEN = {"running_mean", "running_var"}
 """Arguments that normalization layers write into, though their schemas don't say so."""
+HELD = {"max", "max_val", "min", "min_val", "threshold", "value"}
+"""Numbers that a result may hold, by their argument's name: ``promote`` takes one that 16 bits can't for float32's."""
+NEED_ONE_DTYPE = {"aten::_safe_softmax"}
+"""Ops with a dtype argument whose derivative raises where it isn't the input's: that is cast as well."""
 PARAMETERS = {"weight", "bias", *WRITTEN}
 """What such a layer wants in one dtype, its input's or float32."""
 

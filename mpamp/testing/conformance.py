@@ -89,6 +89,7 @@ def _questions(backend: Backend) -> dict[str, Callable[[], object]]:
         "op_table can be made": lambda: _check_table(backend),
         "tensor_check can be made": backend.tensor_check,
         "capture_check can be made": backend.capture_check,
+        "capture_address can be told": backend.capture_address,
         "prepare works": backend.prepare,
     }
 

@@ -29,6 +29,7 @@ def test_regions_are_compared_case_by_case_and_those_without_like_with_a_plain_o
     assert ours["mpamp"].ratio == round(ours["mpamp"].time.us / plain.us, 4)
 
 
+@pytest.mark.python_engine
 @pytest.mark.slow
 def test_ops_have_the_counts_that_their_situation_says() -> None:
     rows = _by_work(ops.run(CPU, BF16, 1, is_quick=True))

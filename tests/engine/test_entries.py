@@ -103,6 +103,7 @@ def interrupted(function: Callable[[], None], line: int) -> bool:
     return False
 
 
+@pytest.mark.python_engine
 @pytest.mark.parametrize("outer", [None, "default", "rules", "disabled"])
 @pytest.mark.parametrize("name", REGIONS)
 def test_an_exception_at_any_line_of_entering_leaves_nothing(name: str, outer: str | None) -> None:
@@ -124,6 +125,7 @@ def test_an_exception_at_any_line_of_entering_leaves_nothing(name: str, outer: s
             assert run() > 3
 
 
+@pytest.mark.python_engine
 @pytest.mark.parametrize("name", REGIONS)
 def test_an_exception_at_any_line_of_leaving_leaves_nothing_or_all(name: str) -> None:
     region, before, lines = REGIONS[name](), state(), 0

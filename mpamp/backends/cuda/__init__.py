@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -28,6 +29,17 @@ class CudaBackend(Backend):
 
     def capture_check(self) -> Callable[[], bool] | None:
         return torch._C._cuda_isCurrentStreamCapturing if self.is_available() else None
+
+    def capture_address(self) -> int | None:
+        is_hip, major = bool(torch.version.hip), (torch.version.cuda or "").partition(".")[0]
+        name = "hipStreamIsCapturing" if is_hip else "cudaStreamIsCapturing"
+        for library in ("libamdhip64.so" if is_hip else f"libcudart.so.{major}", None):
+            try:
+                function = getattr(ctypes.CDLL(library), name)  # torch has loaded it: no path is looked up
+            except (OSError, AttributeError):
+                continue
+            return ctypes.cast(function, ctypes.c_void_p).value
+        return None
 
     def stream_check(self) -> Callable[[torch.Tensor], int] | None:
         if not self.is_available():

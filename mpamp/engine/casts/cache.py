@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -27,8 +28,10 @@ from .weights import REWRITTEN, is_all_of, is_apart, is_viewable, is_weight, sto
 __all__ = [
     "PERSISTENT_CACHE",
     "REGION_CACHE",
+    "COMPILED",
     "CacheInfo",
     "CastCache",
+    "Kept",
     "KeptCast",
     "cache_info",
     "clear_cache",
@@ -166,10 +169,14 @@ class CastCache:
     def drop(self, weight: Tensor, dtype: torch.dtype) -> None:
         """Forget the kept cast of a weight to ``dtype``, if there is one."""
         self.entries.remove((id(weight), dtype))
+        if COMPILED:
+            COMPILED[0].forget([weight], False)
 
     def clear(self) -> None:
         """Forget the calling thread's kept casts."""
         self.entries.clear()
+        if COMPILED:
+            COMPILED[0].clear_mine(self._is_lasting)
 
 
 def _is_ready(entry: Entry, stream: int) -> bool:
@@ -185,6 +192,9 @@ def last_drop() -> object:
     """Return what stands for the last such time: what was begun before it isn't kept."""
     return _last_drop[0]
 
+
+COMPILED: list[Any] = []
+"""The compiled engine, where there is one: it keeps the casts that it makes by itself."""
 
 REGION_CACHE = CastCache()
 """Lives until the calling thread's outermost region ends."""
@@ -221,12 +231,32 @@ def cache_info() -> CacheInfo:
     caches = (REGION_CACHE, PERSISTENT_CACHE)
     for cache in caches:
         cache.entries.sweep()
-    casts, entries, recasts = zip(*((c.casts, len(c.entries), c.recasts) for c in caches), strict=True)
+    counts = [(c.casts, len(c.entries), c.recasts) for c in caches] + [core.info() for core in COMPILED]
+    casts, entries, recasts = zip(*counts, strict=True)
     return CacheInfo(sum(casts), sum(entries), sum(recasts))
 
 
 def _filled() -> list[Entries]:
     return [entries for ref in list(_live.values()) if (entries := ref())]
+
+
+class _KeptByCore:
+    """A cast that the compiled engine keeps, as ``KeptCast``."""
+
+    __slots__ = ("_weight", "low")
+
+    def __init__(self, low: Tensor, weight: Tensor) -> None:
+        self.low, self._weight = low, weight
+
+    @property
+    def has_streams(self) -> bool:
+        return self.low.device.type != "cpu"
+
+    def serves(self, tensor: Tensor) -> bool:
+        return bool(COMPILED[0].serves(tensor, self.low))
+
+    def weight(self) -> Tensor | None:
+        return self._weight
 
 
 class KeptCast:
@@ -262,13 +292,19 @@ class KeptCast:
             return torch.empty(0, dtype=torch.float32, device=storage.device).set_(storage, offset, shape, stride)
 
 
-def kept(*, of_all_threads: bool = True) -> Iterator[KeptCast]:
+Kept = KeptCast | _KeptByCore
+
+
+def kept(*, of_all_threads: bool = True) -> Iterator[Kept]:
     """Yield the casts that are kept, of all threads or of the calling one."""
     own = (REGION_CACHE.entries, PERSISTENT_CACHE.entries)
     for entries in _filled() if of_all_threads else own:
         for (number, _), entry in list(entries.items()):
             if entry.state is not None and entry.version == entry.low._version:
                 yield KeptCast(number, entry)
+    for core in COMPILED:
+        for low, weight in core.kept(of_all_threads):
+            yield _KeptByCore(low, weight)
 
 
 def clear_cache() -> None:
@@ -283,6 +319,8 @@ def clear_cache() -> None:
     _last_drop[0] = object()
     for entries in _filled():
         entries.clear()
+    for core in COMPILED:
+        core.clear()
 
 
 def forget(tensors: Iterable[Tensor], *, for_good: bool = False) -> None:
@@ -293,6 +331,9 @@ def forget(tensors: Iterable[Tensor], *, for_good: bool = False) -> None:
         for_good: Never keep a cast of a weight there again.
     """
     caches = _begin_drop()
+    if COMPILED:
+        tensors = list(tensors)
+        COMPILED[0].forget(tensors, for_good)
     if not caches and not for_good:
         return
     storages = _storages(tensors)
@@ -310,6 +351,9 @@ def outdate(tensors: Iterable[Tensor]) -> None:
     They aren't served until then.
     """
     caches = _begin_drop()
+    if COMPILED:
+        tensors = list(tensors)
+        COMPILED[0].outdate(tensors)
     if not caches:
         return
     own = PERSISTENT_CACHE.entries

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...devices.registry import devices_in_use
 from ...errors import StaleCastError
-from .cache import KeptCast, kept
+from .cache import Kept, kept
 
 __all__ = ["CHECKS_REGIONS", "StaleCast", "checked", "verify_cache"]
 
@@ -97,7 +97,7 @@ def _is_capturing() -> bool:
     return any(check() for check in checks if check is not None)
 
 
-def _stale(casts: Iterable[KeptCast], named: dict[int, tuple[str, Tensor]]) -> list[StaleCast]:
+def _stale(casts: Iterable[Kept], named: dict[int, tuple[str, Tensor]]) -> list[StaleCast]:
     with _as_called():
         suspects = _changed(list(casts))
         if not suspects:
@@ -120,15 +120,15 @@ def _as_called() -> Iterator[None]:
         yield
 
 
-def _changed(casts: list[KeptCast]) -> list[KeptCast]:
+def _changed(casts: list[Kept]) -> list[Kept]:
     """Return the casts that aren't of what is in their weight's memory, or whose memory can't be read from here.
 
     An ordinary write does that too: then the cast isn't used any more.
     """
     for device in {cast.low.device for cast in casts if cast.has_streams}:
         torch.accelerator.synchronize(device)
-    unread: list[KeptCast] = []
-    flags: dict[torch.device, list[tuple[KeptCast, Tensor]]] = {}
+    unread: list[Kept] = []
+    flags: dict[torch.device, list[tuple[Kept, Tensor]]] = {}
     for cast in casts:
         weight = cast.weight()
         if weight is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...devices.registry import device_state
-from .cache import PERSISTENT_CACHE, last_drop
+from .cache import COMPILED, PERSISTENT_CACHE, last_drop
 from .entries import Entries, Entry, state_of
 from .streams import Readiness
 from .weights import is_weight, storage_of
@@ -34,6 +34,9 @@ def remake(weights: Iterable[Tensor]) -> None:
     A cast that no op has used since it was made, and one that can't be made here (while a graph is recorded,
     under other dispatch modes, in a transform), is dropped; its next use makes it.
     """
+    if COMPILED:
+        weights = list(weights)
+        COMPILED[0].remake(weights)
     entries = PERSISTENT_CACHE.entries
     if not entries:
         return

@@ -6,7 +6,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-__all__ = ["REWRITTEN", "is_all_of", "is_apart", "is_viewable", "is_weight", "storage_of"]
+__all__ = ["REWRITTEN", "is_all_of", "is_apart", "is_viewable", "is_weight", "kind_of", "storage_of"]
 
 Tensor = torch.Tensor
 _float32 = torch.float32
@@ -23,6 +23,11 @@ def _kind(cls: type) -> str:
     return found
 
 
+def kind_of(cls: type) -> str:
+    """Say which float32 tensors of a class are weights: all ("parameter"), leaves ("leaf"), or none ("")."""
+    return _KINDS[cls] if cls in _KINDS else _kind(cls)
+
+
 def is_weight(tensor: Tensor) -> bool:
     """Tell whether the cache keeps casts of this tensor.
 
@@ -37,8 +42,7 @@ def is_weight(tensor: Tensor) -> bool:
         >>> is_weight(torch.nn.Parameter(torch.ones(4)[:2]))
         False
     """
-    cls = type(tensor)
-    kind = _KINDS[cls] if cls in _KINDS else _kind(cls)
+    kind = kind_of(type(tensor))
     if kind == "leaf":
         if not tensor.requires_grad or tensor._is_view() or not tensor.is_leaf:
             return False

@@ -14,21 +14,13 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from ...oplists import families
-from ...rules.eligibility import OBSERVERS, PARAMETERS, WRITTEN, is_in_place, overload_name
+from ...oplists import widening_ops
+from ...rules.eligibility import HELD, NEED_ONE_DTYPE, OBSERVERS, PARAMETERS, WRITTEN, is_in_place, overload_name
 from ...rules.policy import CastPolicy
 from ...rules.rows import APPEND_DTYPE
 from .wrapping import number_slots, wraps_by_itself
 
 __all__ = ["is_normalization", "kernel_source", "names_of"]
-
-_HELD = {"max", "max_val", "min", "min_val", "threshold", "value"}
-"""Numbers that a result may hold, by their argument's name: ``promote`` takes one that 16 bits can't for float32's."""
-_NEED_ONE_DTYPE = {"aten::_safe_softmax"}
-"""Ops with a dtype argument whose derivative raises where it isn't the input's: that is cast as well."""
-_DTYPE_FAMILIES = "sums sums_named softmax softmax_named prod prod_named vector_norm"
-_WIDENING = {f"aten::{name}" for family in _DTYPE_FAMILIES.split() for name in families()[family]}
-"""Ops that compute in the dtype they are asked for: ``fp32`` asks for float32, and only a kernel that must copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +249,7 @@ _Body = tuple[list[str], list[str]]
 
 
 def _body(op: OpOverload, names: list[str], seen: list[Argument], tensors: list[Argument], passed: str) -> _Body:
-    held = [n for n, a in zip(names, op._schema.arguments, strict=True) if a.name in _HELD and "number" in str(a.type)]
+    held = [n for n, a in zip(names, op._schema.arguments, strict=True) if a.name in HELD and "number" in str(a.type)]
     target = [f"_target = _target_of(_policy, _lower, ({_all(seen)}), ({''.join(n + ', ' for n in held)}))"]
     if not any(t.is_list for t in seen):
         doubles = " or ".join(f"{t.guard}{t.name}.dtype is _FLOAT64" for t in seen)
@@ -276,9 +268,9 @@ def _body(op: OpOverload, names: list[str], seen: list[Argument], tensors: list[
     if own is not None:
         # A call that says what it computes in is left to it; a quantized dtype says something else.
         target += [f"if {own} is not None and ({own}.is_floating_point or {own}.is_complex):", "    _target = None"]
-    if overload_name(op) in _WIDENING:
+    if overload_name(op) in widening_ops():
         target += [f"if _policy is _FP32 and {own} is None and {is_castable}:", f"    _target, {own} = None, _FLOAT32"]
-    if overload_name(op) in _NEED_ONE_DTYPE:
+    if overload_name(op) in NEED_ONE_DTYPE:
         target += [f"if _policy is _SET_OPT and {own} is None:", "    _target = _FLOAT32"]
     if own is not None and not first.is_list:
         casts += [f"if _policy is _SET_OPT and {own} is None and {is_castable}:", f"    {own} = _FLOAT32"]

@@ -22,13 +22,14 @@ from ...oplists import load_table, table_names
 from ...rules.eligibility import find_overload, overload_name
 from ...rules.optable import OpTable, Row
 from ...rules.policy import CastPolicy
-from .. import BEFORE_FIRST_INSTALL
+from .. import BEFORE_FIRST_INSTALL, compiled
 from ..casts.writes import watch_writes
 from ..marks import marks_in_use
 from ..observing import OBSERVERS
 from ..scope import Scope
 from . import transforms
 from .building import Kernel, Nowhere, build, run_below, write_anew
+from .caster import returns_new
 from .extensions import cover, overriding, put_on_top, surviving, watch
 from .unlisted import unlisted
 
@@ -45,7 +46,7 @@ _SAME_AS_TORCH = {CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP3
 _LEFT_TO_TORCH = {*_SAME_AS_TORCH, CastPolicy.LOWER_PRECISION_FP, CastPolicy.PROMOTE}
 """Policies that our kernel may leave to torch's, call by call; its ban is of float32 arguments too."""
 
-_installed: dict[str, dict[str, torch.library.Library]] = {}
+_installed: dict[str, dict[str, Any]] = {}
 _overridden: dict[str, set[str]] = {}
 """Of those, the overloads that have a kernel of torch's, or of somebody else's, under ours."""
 _planned: dict[str, WeakKeyDictionary[OpTable, dict[torch.dtype, bool]]] = {}
@@ -239,8 +240,13 @@ def _install_one(device: DeviceState, name: str, *, is_torchs: bool = True) -> N
     found = torch._C._dispatch_has_kernel_for_dispatch_key(name, device.key)
     (_overridden[device.type].add if found else _overridden[device.type].discard)(name)
     namespace, _, rest = name.partition("::")
-    library = torch.library.Library(namespace, "IMPL")
-    put_on_top(library, rest, device.key_name, _kernel(device, name, is_torchs=is_torchs))
+    kernel, op = _kernel(device, name, is_torchs=is_torchs), find_overload(name)
+    assert op is not None
+    is_listed = is_torchs and not device.has_vendor_kernels and name in _native_policies(device.type)
+    library = compiled.install(device, op, kernel, is_torchs=is_listed, keeps=returns_new(op))
+    if library is None:
+        library = torch.library.Library(namespace, "IMPL")
+        put_on_top(library, rest, device.key_name, kernel)
     _installed[device.type][name] = library
 
 
@@ -316,3 +322,6 @@ def tag_compiler_caches() -> None:
 
 
 LISTENERS.rules_changed.append(mark_tag_stale)
+
+
+compiled.core()  # regions made from now on are for it, too

@@ -794,6 +794,7 @@ def test_entries_of_weights_over_one_memory_do_not_pile_up(x: Tensor) -> None:
     mpamp.clear_cache()
 
 
+@pytest.mark.python_engine
 def test_nothing_piles_up_over_changes_of_data(x: Tensor) -> None:
     weight, alive = Parameter(torch.ones(7, 4), requires_grad=False), []
     with region(persistent_cache=True):
@@ -1218,6 +1219,7 @@ def test_a_step_of_a_flat_parameter_is_seen_by_its_views(x: Tensor) -> None:
 # -- Torch's own ops -----------------------------------------------------------------------------------
 
 
+@pytest.mark.python_engine
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_no_op_that_is_given_kept_casts_returns_one() -> None:

@@ -21,6 +21,7 @@ from mpamp.engine.casts import remaking, streams
 from mpamp.engine.casts.cache import PERSISTENT_CACHE
 from mpamp.testing import KernelCounter, WeightCastCounter
 
+pytestmark = pytest.mark.python_engine
 BRAIN = torch.bfloat16
 Tensor, Parameter = torch.Tensor, nn.Parameter
 

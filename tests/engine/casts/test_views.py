@@ -269,6 +269,7 @@ def test_what_is_kept_already_serves_small_parts(x: Tensor) -> None:
     assert casts.count == 1
 
 
+@pytest.mark.python_engine
 def test_a_view_makes_no_copy(x: Tensor) -> None:
     weight = new_weight(False)
     x = x.to(BRAIN)

@@ -241,6 +241,7 @@ def test_a_compiled_step_is_seen(x: Tensor, mode: str, persistent: bool) -> None
     assert_seen(module, x, torch.compile(optimizer.step, backend="aot_eager"), persistent)
 
 
+@pytest.mark.python_engine
 def test_a_step_touches_what_hangs_on_its_own_weights(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [layer(False) for _ in range(50)]
     stepped = layer()

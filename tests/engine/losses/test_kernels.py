@@ -126,7 +126,7 @@ def test_rows_that_lie_apart(kernels, device, dtype):
 @pytest.mark.parametrize("has_weights", [False, True], ids=["", "weights"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_region_takes_them(device, dtype, reduction, has_weights, smoothing):
-    logits, target, weight = arguments((200, 50257), dtype, device, has_weights=has_weights)
+    logits, target, weight = arguments((700, 50257), dtype, device, has_weights=has_weights)
     assert logits.numel() >= losses.MINIMUM
     settings = {"reduction": reduction, "label_smoothing": smoothing}
     reference = logits.float().requires_grad_()
@@ -145,7 +145,7 @@ def test_a_region_takes_them(device, dtype, reduction, has_weights, smoothing):
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="regions take the kernels on a card")
 def test_nothing_but_ignored_rows(device):
-    logits, target, _ = arguments((200, 50257), BF16, device)
+    logits, target, _ = arguments((700, 50257), BF16, device)
     target[:] = -100
     logits.requires_grad_()
     with mpamp.autocast(device, BF16):
@@ -157,11 +157,11 @@ def test_nothing_but_ignored_rows(device):
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="regions take the kernels on a card")
 def test_classes_in_the_middle_of_a_transposed_batch(device):
-    logits, target, _ = arguments((256, 40000), BF16, device)
+    logits, target, _ = arguments((1024, 40000), BF16, device)
     expected = cross_entropy(logits.float(), target)
-    whole = logits.view(2, 128, 40000).requires_grad_()
+    whole = logits.view(2, 512, 40000).requires_grad_()
     with mpamp.autocast(device, BF16):
-        loss = cross_entropy(whole.transpose(1, 2), target.view(2, 128))
+        loss = cross_entropy(whole.transpose(1, 2), target.view(2, 512))
     assert type(loss.grad_fn).__name__.startswith("_CrossEntropy")
     loss.backward()
     assert whole.grad.is_contiguous()
@@ -189,7 +189,7 @@ def test_memory_is_the_gradients(device):
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="it would not be on a device")
 def test_double_backward(device):
-    logits, target, _ = arguments((200, 50257), BF16, device)
+    logits, target, _ = arguments((700, 50257), BF16, device)
     found = []
     for is_region in (False, True):
         x = logits.clone().requires_grad_()

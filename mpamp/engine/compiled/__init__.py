@@ -1,0 +1,247 @@
+"""The engine compiled: C++ (``csrc``) for what every call pays, over the engine in Python, which serves what is rare.
+
+A kernel of an op is C++ on top of the one in Python; it goes on by itself in an ordinary region and outside of all, and
+calls the other under dispatch modes and transforms, in backward passes, where torch's state has a mark, and for ops
+with rules of their own. Each thread's scopes are mirrored, so that they can be read without Python. Which engine a
+process has is settled once, when it first asks for a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from ...devices.state import DeviceState
+from ...errors import EngineError, MpampWarning
+from ...oplists import widening_ops
+from ...rules.eligibility import HELD, NEED_ONE_DTYPE, WRITTEN, is_in_place, overload_name
+from ...rules.eligibility import OBSERVERS as RANGES
+from ...rules.optable import OpTable
+from ...rules.policy import CastPolicy
+from ...rules.rows import APPEND_DTYPE
+from .. import marks, scope
+from ..casts import cache
+from ..casts.weights import is_viewable, kind_of
+from ..losses import fused
+from ..observing import OBSERVERS
+from . import store
+
+__all__ = ["VARIABLE", "choice", "core", "install", "serve", "spec_of", "which"]
+
+VARIABLE = "MPAMP_ENGINE"
+CHOICES = ("auto", "python", "compiled")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def choice() -> str:
+    """Return which engine is asked for: ``MPAMP_ENGINE``, else "auto", which is the compiled one where it is built.
+
+    Raises:
+        EngineError: The variable says something else.
+    """
+    found = os.environ.get(VARIABLE) or "auto"
+    if found not in CHOICES:
+        raise EngineError(f"{VARIABLE}={found!r}: it is one of {', '.join(CHOICES)}.")
+    return found
+
+
+@functools.cache
+def core() -> Any:
+    """Return the compiled engine's module, ready to be used; None where the engine in Python runs.
+
+    Raises:
+        EngineError: It was asked for, and isn't built or can't be loaded.
+    """
+    wanted = choice()
+    if wanted == "python":
+        return None
+    try:
+        found = store.load()
+    except EngineError as error:
+        if wanted == "compiled":
+            raise
+        warnings.warn(f"the compiled engine is not used: {error}", MpampWarning, stacklevel=2)
+        return None
+    if found is None and wanted == "compiled":
+        raise EngineError(f"{VARIABLE}=compiled, and there is no build for this torch: run mpamp build-core.")
+    if found is not None:
+        _connect(found)
+    return found
+
+
+def which() -> tuple[str, str]:
+    """Return the name of the engine that this process has, and why it is that one.
+
+    Raises:
+        EngineError: As ``core``.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = core()
+    if found is not None:
+        return "compiled", f"built in {store.directory()}"
+    if choice() == "python":
+        return "python", f"{VARIABLE}=python"
+    try:
+        store.load()
+    except EngineError as error:
+        return "python", str(error)
+    return "python", "there is no build for this torch, which mpamp build-core would make"
+
+
+def _connect(found: Any) -> None:
+    kinds = (torch.dtype, torch.layout, torch.memory_format)
+    found.set_types(*([v for v in vars(torch).values() if isinstance(v, kind)] for kind in kinds))
+    found.set_asked(_code, _kind, lambda each: _scope_in(found, each), is_viewable)
+    _tell_carriers(found)
+    marks.CARRIERS.on_choice.append(lambda: _tell_carriers(found))
+    scope.connect(found)
+    cache.COMPILED[:] = [found]
+    OBSERVERS.changed.append(lambda: found.observe(bool(OBSERVERS.all)))
+
+
+def _tell_carriers(found: Any) -> None:
+    keys = marks.CARRIERS.keys
+    found.set_carriers([_number(key) for key in keys], keys[0] if keys else None)
+
+
+def _number(key: Any) -> int:
+    return int(key)  # an enumeration of C++'s, which types know nothing of
+
+
+# -- Tables --------------------------------------------------------------------------------------------
+
+_tables: weakref.WeakValueDictionary[int, OpTable] = weakref.WeakValueDictionary()
+_handles: weakref.WeakKeyDictionary[OpTable, Any] = weakref.WeakKeyDictionary()
+_table_numbers = itertools.count()
+_names: list[str] = []
+"""The overloads that have a number."""
+_numbers: dict[str, int] = {}
+_is_torchs: dict[str, bool] = {}
+"""Whether torch has a row for an overload, which a table without one has taken out."""
+
+
+def _handle(found: Any, table: OpTable) -> Any:
+    handle = _handles.get(table)
+    if handle is None:
+        number = next(_table_numbers)
+        handle = _handles[table] = found.Table(number)
+        _tables[number] = table
+    return handle
+
+
+def _scope_in(found: Any, each: scope.Scope) -> Any:
+    keep = {None: 0, cache.REGION_CACHE: 1, cache.PERSISTENT_CACHE: 2}.get(each.cache)
+    if keep is None or each.rules is not each.table.rules:  # of a test, or a backward pass that is being traced
+        each.core = False
+    else:
+        each.core = found.scope(_handle(found, each.table), keep, each.task)
+    return each.core
+
+
+_CODES = {
+    CastPolicy.LOWER_PRECISION_FP: "lower",
+    CastPolicy.FP32: "float32",
+    CastPolicy.FP32_SET_OPT_DTYPE: "set_dtype",
+    CastPolicy.PROMOTE: "promote",
+    CastPolicy.FALLTHROUGH: "as_called",
+}
+
+
+def _code(table_id: int, dtype: int, number: int) -> int:
+    """Return what a table's row says; called once for each, by whatever thread first comes by."""
+    table, name = _tables.get(table_id), _names[number]
+    found: Any = store.load()
+    if table is None:
+        return int(found.Code.python)
+    policy = table.rules[_DTYPES[dtype]].get(name)
+    if policy is None:
+        return int(found.Code.below if _is_torchs[name] and name not in table else found.Code.outside)
+    if policy is CastPolicy.FP32 and name in widening_ops():
+        policy = CastPolicy.FP32_SET_OPT_DTYPE
+    return int(getattr(found.Code, _CODES.get(policy, "python")))
+
+
+def _kind(cls: type) -> int:
+    return {"": 1, "leaf": 2, "parameter": 3}[kind_of(cls)]
+
+
+# -- Kernels -------------------------------------------------------------------------------------------
+
+
+def install(
+    device: DeviceState, op: OpOverload, kernel: Callable[..., Any], *, is_torchs: bool, keeps: bool
+) -> Any | None:
+    """Install the C++ kernel of an op over one in Python; None where the op is left to that.
+
+    Args:
+        device: The device at whose Autocast key.
+        op: The overload.
+        kernel: The kernel in Python.
+        is_torchs: Whether torch has a row for it.
+        keeps: Whether it may be given kept casts.
+    """
+    found, name = core(), overload_name(op)
+    if found is None or _is_special(op) or fused(name, device.backend) is not None:
+        return None
+    if name not in _numbers:
+        if len(_names) == found.max_ops:
+            return None
+        _numbers[name] = len(_names)
+        _names.append(name)
+    _is_torchs[name] = is_torchs
+    handle = _device(found, device)
+    if handle is None and keeps:  # whether a graph is being recorded can't be known in C++
+        return None
+    held = [a.name for a in op._schema.arguments if a.name in HELD and "number" in str(a.type)]
+    return found.install(name, handle or _bare(found, device), _numbers[name], keeps, held, kernel)
+
+
+def _is_special(op: OpOverload) -> bool:
+    name = overload_name(op)
+    return (
+        op.namespace != "aten"
+        or is_in_place(op)
+        or op._schema.name in RANGES
+        or name in NEED_ONE_DTYPE
+        or name in APPEND_DTYPE
+        or any(a.name in WRITTEN and a.alias_info is None for a in op._schema.arguments)
+    )
+
+
+def _device(found: Any, device: DeviceState) -> Any | None:
+    backend = device.backend
+    address = 0 if backend.capture_check() is None else backend.capture_address()
+    if address is None:
+        return None
+    return found.Device(device.index, _number(device.key), device.type, backend.stream_check() is not None, address)
+
+
+def _bare(found: Any, device: DeviceState) -> Any:
+    return found.Device(device.index, _number(device.key), device.type, False, 0)
+
+
+# -- Regions -------------------------------------------------------------------------------------------
+
+
+def spec_of(device: DeviceState, dtype: torch.dtype, each: scope.Scope, key: Any, index: int) -> Any | None:
+    """Return what C++ enters an ordinary region by; None where there is no such engine, or it isn't ordinary."""
+    found = core()
+    if found is None or not each.mark.is_default or dtype not in _DTYPES or not _scope_in(found, each):
+        return None
+    return found.spec(_bare(found, device), dtype, each, device.type, key, index)
+
+
+def serve(region: type) -> None:
+    """Have regions of a class be entered and left by C++, where that can."""
+    found = core()
+    if found is not None:
+        found.adopt(region, marks.NO_MARK, marks.DEFAULT_MARK, scope.MARK)

@@ -1,0 +1,98 @@
+// What every part of the compiled engine knows: tables, scopes, one thread's state, and how torch's versions differ.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace mpamp {
+
+namespace py = pybind11;
+using at::ScalarType;
+using at::Tensor;
+using c10::DispatchKey;
+
+constexpr int kDevices = 32;
+constexpr int kOps = 2048;
+
+// What an op's row says in one table and dtype, as Python writes it into a table.
+enum Code : int8_t { kUnknown, kOutside, kBelow, kLower, kFloat32, kSetDtype, kPromote, kAsCalled, kPython };
+
+// Float16, bfloat16 and float32 are all that a region may run in, and all that is ever cast.
+inline int index_of(ScalarType dtype) {
+  return dtype == at::kHalf ? 0 : dtype == at::kBFloat16 ? 1 : dtype == at::kFloat ? 2 : -1;
+}
+
+// One op table as dense arrays, an array a dtype, by the op's number. Python fills a row in when it is first asked for.
+struct Table {
+  explicit Table(int64_t id) : id(id) {}
+  ~Table() {
+    for (auto& rows : rows) delete[] rows.load();
+  }
+  Code code(int dtype, int op) const {
+    auto* found = rows[dtype].load(std::memory_order_acquire);
+    return found ? static_cast<Code>(found[op].load(std::memory_order_relaxed)) : kUnknown;
+  }
+  void set(int dtype, int op, Code code) {
+    auto* found = rows[dtype].load();
+    if (!found) {
+      auto* made = new std::atomic<int8_t>[kOps]();
+      if (rows[dtype].compare_exchange_strong(found, made)) {
+        found = made;
+      } else {
+        delete[] made;
+      }
+    }
+    found[op].store(code);
+  }
+  const int64_t id;
+  std::array<std::atomic<std::atomic<int8_t>*>, 3> rows{};
+};
+
+enum Keep { kNothing, kInRegion, kPersistently };
+
+constexpr int64_t kPythons = -3; // the task of a scope that only Python's kernels know: no task is it
+
+// What a kernel needs to know of a region, as mpamp.engine.scope.Scope.
+struct Scope {
+  std::shared_ptr<Table> table;
+  Keep keep;
+  int64_t task;
+};
+
+// -- Differences between versions of torch ------------------------------------------------------------
+
+template <class Slot>
+auto python_object(Slot* slot, int) -> decltype(slot->load_pyobj()) {
+  return slot->load_pyobj();
+}
+template <class Slot>
+auto python_object(Slot* slot, long) -> decltype(slot->_unchecked_untagged_pyobj()) {
+  return slot->_unchecked_untagged_pyobj();
+}
+
+inline bool is_alive() { return Py_IsInitialized(); }
+
+// An object of Python's that C++ holds beyond the lock that protects it.
+struct Held {
+  explicit Held(py::object object) : object(object.release().ptr()) {}
+  Held(const Held&) = delete;
+  ~Held() {
+    if (is_alive()) {
+      py::gil_scoped_acquire lock;
+      Py_DECREF(object);
+    }
+  }
+  PyObject* const object;
+};
+
+} // namespace mpamp

@@ -1,0 +1,198 @@
+// The compiled engine of mpamp: what Python sees of it. See mpamp/engine/compiled/__init__.py for who calls what.
+#include "region.h"
+
+namespace mpamp {
+namespace {
+
+std::vector<c10::Storage> storages_of(const std::vector<Tensor>& tensors) {
+  std::vector<c10::Storage> found;
+  for (auto& tensor : tensors)
+    if (tensor.defined() && tensor.has_storage()) found.push_back(tensor.storage());
+  return found;
+}
+
+// A kernel in the dispatcher, until it is destroyed.
+struct Installed {
+  std::unique_ptr<torch::Library> library;
+  void destroy() {
+    py::gil_scoped_release unlocked; // other threads may be in the kernel and want Python's lock
+    library.reset();
+  }
+};
+
+// torch warns where a kernel goes over another, which is the point here.
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+std::unique_ptr<Installed> install(const std::string& name, Device device, Kernel::Facts facts, py::object kernel) {
+  Silent silent;
+  c10::WarningUtils::WarningHandlerGuard unwarned(&silent);
+  auto dot = name.find('.');
+  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+      name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
+  auto colons = name.find("::");
+  auto made = std::make_unique<Kernel>(device, std::move(facts), std::move(kernel), op);
+  auto library = std::make_unique<torch::Library>(
+      torch::Library::IMPL, name.substr(0, colons), device.key, __FILE__, __LINE__);
+  library->impl(name.substr(colons + 2).c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(made)));
+  auto result = std::make_unique<Installed>();
+  result->library = std::move(library);
+  return result;
+}
+
+template <class T>
+py::capsule in_capsule(T* value, const char* name) {
+  return py::capsule(value, name, [](PyObject* capsule) {
+    delete static_cast<T*>(PyCapsule_GetPointer(capsule, PyCapsule_GetName(capsule)));
+  });
+}
+
+py::capsule scope(std::shared_ptr<Table> table, int keep, int64_t task) {
+  return in_capsule(
+      new std::shared_ptr<Scope>(std::make_shared<Scope>(Scope{std::move(table), static_cast<Keep>(keep), task})), kScope);
+}
+
+py::capsule spec(const Device& device, py::object dtype, py::object scope, py::object name, py::object key, py::object index) {
+  py::capsule core = scope.attr("core");
+  auto* found = static_cast<std::shared_ptr<Scope>*>(PyCapsule_GetPointer(core.ptr(), kScope));
+  if (!found) throw py::error_already_set();
+  return in_capsule(
+      new Spec{device.key, device.type, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type, device.index, *found,
+               scope.ptr(), name.ptr(), key.ptr(), index.ptr()},
+      kSpec);
+}
+
+void set_types(const std::vector<py::object>& dtypes, const std::vector<py::object>& layouts, const std::vector<py::object>& formats) {
+  auto fill = [](auto& known, auto& objects, c10::TypePtr type) {
+    for (auto& object : objects) known.emplace(torch::jit::toIValue(object, type).toInt(), object);
+  };
+  fill(settings().dtypes, dtypes, c10::ScalarTypeType::get());
+  fill(settings().layouts, layouts, c10::LayoutType::get());
+  fill(settings().formats, formats, c10::MemoryFormatType::get());
+}
+
+PyMethodDef put_def = {"put", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(put)), METH_FASTCALL, nullptr};
+PyMethodDef enter_def = {"__enter__", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(enter)), METH_FASTCALL, nullptr};
+PyMethodDef leave_def = {"__exit__", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(leave)), METH_FASTCALL, nullptr};
+
+// Give a class the methods here, which fall back to its own.
+void adopt(py::object cls, py::object no_mark, py::object default_mark, Py_ssize_t mark) {
+  auto& known = python();
+  known.enter = py::object(cls.attr("__enter__")).release().ptr();
+  known.leave = py::object(cls.attr("__exit__")).release().ptr();
+  known.no_mark = no_mark.release().ptr();
+  known.default_mark = default_mark.release().ptr();
+  known.mark = mark;
+  auto* type = reinterpret_cast<PyTypeObject*>(cls.ptr());
+  cls.attr("__enter__") = py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &enter_def));
+  cls.attr("__exit__") = py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &leave_def));
+}
+
+// Make this thread's lists known, and return the function that writes into its scopes.
+py::object attach(py::object entries, py::object scopes, py::object casts) {
+  auto& thread = this_thread();
+  thread.entries = entries.ptr();
+  thread.python_scopes = scopes.ptr();
+  thread.python_casts = casts.ptr();
+  for (Py_ssize_t i = 0; i < kDevices; ++i)
+    if (mirror(i, PyList_GET_ITEM(scopes.ptr(), i)) < 0) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&put_def, scopes.ptr()));
+}
+
+void set_carriers(const std::vector<int>& keys, py::object first) {
+  for (size_t i = 0; i < settings().carriers.size(); ++i) settings().carriers[i] = i < keys.size() ? keys[i] : -1;
+  python().carrier = first.release().ptr(); // for good: threads may be reading it
+}
+
+std::tuple<int64_t, int64_t, int64_t> info() {
+  auto& thread = this_thread();
+  auto entries = thread.in_region.sweep() + thread.persistent.sweep();
+  return {thread.in_region.casts + thread.persistent.casts, static_cast<int64_t>(entries),
+          thread.in_region.recasts + thread.persistent.recasts};
+}
+
+// Each cast that is kept and may be served, and a tensor of what is where its weight was.
+std::vector<std::pair<Tensor, Tensor>> kept(bool of_all_threads) {
+  std::vector<std::pair<Tensor, Tensor>> found;
+  auto* mine = &this_thread();
+  threads().each([&](Thread& thread) {
+    if (!of_all_threads && &thread != mine) return;
+    for (auto* cache : {&thread.in_region, &thread.persistent}) {
+      std::lock_guard<std::mutex> guard(cache->lock);
+      for (auto& [key, entry] : cache->entries) {
+        auto storage = entry.storage.lock();
+        if (!storage || entry.is_stale || storage->data() != entry.state.data || version_of(entry.low) != entry.low_version)
+          continue;
+        at::NoGradGuard no_grad;
+        auto weight = at::empty({0}, entry.low.options().dtype(at::kFloat));
+        weight.set_(c10::Storage(std::move(storage)), entry.state.offset, entry.state.sizes, entry.state.strides);
+        found.emplace_back(entry.low, std::move(weight));
+      }
+    }
+  });
+  return found;
+}
+
+// Tell whether a cast would be served for a tensor.
+bool serves(const Tensor& tensor, const Tensor& low) {
+  bool found = false;
+  threads().each([&](Thread& thread) {
+    for (auto* cache : {&thread.in_region, &thread.persistent}) {
+      std::lock_guard<std::mutex> guard(cache->lock);
+      auto it = tensor.has_storage() ? cache->entries.find({storage_of(tensor), low.scalar_type()}) : cache->entries.end();
+      found |= it != cache->entries.end() && it->second.low.is_same(low) && it->second.is_of(tensor);
+    }
+  });
+  return found;
+}
+
+} // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
+  python().names = {name("_spec"), name("ready"), name("device"), name("version"), name("core"), name("clear")};
+  py::class_<Table, std::shared_ptr<Table>>(m, "Table").def(py::init<int64_t>()).def("set", &Table::set);
+  py::enum_<Code>(m, "Code")
+      .value("outside", kOutside).value("below", kBelow).value("lower", kLower).value("float32", kFloat32)
+      .value("set_dtype", kSetDtype).value("promote", kPromote).value("as_called", kAsCalled).value("python", kPython);
+  py::class_<Device>(m, "Device").def(py::init([](int index, int key, const std::string& type, bool has_streams, size_t capture) {
+    return Device{index, static_cast<DispatchKey>(key), c10::Device(type).type(), has_streams,
+                  reinterpret_cast<int (*)(void*, int*)>(capture)};
+  }));
+  py::class_<Installed>(m, "Installed").def("_destroy", &Installed::destroy);
+  m.def("install", [](const std::string& name, const Device& device, int number, bool keeps, std::vector<std::string> held, py::object kernel) {
+    return install(name, device, {number, keeps, std::move(held)}, std::move(kernel));
+  });
+  m.def("scope", &scope);
+  m.def("spec", &spec);
+  m.def("set_types", &set_types);
+  m.def("set_carriers", &set_carriers);
+  m.def("set_asked", [](py::object rows, py::object kind, py::object mirror, py::object viewable) {
+    kinds.ask_viewable = viewable.release();
+    settings().ask = rows.release();
+    settings().mirror = mirror.release();
+    kinds.ask = kind.release();
+  });
+  m.def("adopt", &adopt);
+  m.def("attach", &attach);
+  m.def("observe", [](bool is_observed) { settings().is_observed = is_observed; });
+  m.def("info", &info);
+  m.def("kept", &kept);
+  m.def("has_casts", [] { return !this_thread().in_region.entries.empty(); });
+  m.def("clear_region", [] { this_thread().in_region.clear(); }, py::call_guard<py::gil_scoped_release>());
+  m.def("clear", &clear_all, py::call_guard<py::gil_scoped_release>());
+  m.def("clear_mine", [](bool is_persistent) {
+    auto& thread = this_thread();
+    (is_persistent ? thread.persistent : thread.in_region).clear();
+  });
+  m.def("forget", [](const std::vector<Tensor>& tensors, bool for_good) { forget(storages_of(tensors), for_good, false); },
+        py::call_guard<py::gil_scoped_release>());
+  m.def("outdate", [](const std::vector<Tensor>& tensors) { forget(storages_of(tensors), false, true); },
+        py::call_guard<py::gil_scoped_release>());
+  m.def("remake", py::overload_cast<const std::vector<Tensor>&>(&remake), py::call_guard<py::gil_scoped_release>());
+  m.def("serves", &serves);
+  m.attr("max_ops") = kOps;
+}
+
+} // namespace mpamp

@@ -1,0 +1,331 @@
+// One op's kernel at a device's Autocast key: scope, policy, dtype, casts, the op itself. What is rare is left to the
+// kernel in Python, which is whole: dispatch modes, transforms, backward passes, marks, ops with rules of their own.
+#pragma once
+
+#include "thread.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include <cmath>
+
+namespace mpamp {
+
+using c10::DispatchKeySet;
+using c10::IValue;
+using torch::jit::Stack;
+
+#if TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR >= 209
+#define MPAMP_HAS_COMPUTED_KERNEL 1
+#endif
+
+// What Python sets once: the first carrier of marks (mpamp.engine.marks), and who fills rows of tables in.
+struct Settings {
+  std::array<std::atomic<int>, 3> carriers{-1, -1, -1};
+  py::handle ask, mirror;
+  std::atomic<bool> is_observed{false}; // somebody wants to see every call: Python's kernels run
+  std::unordered_map<int64_t, py::object> dtypes, layouts, formats;
+
+  bool has_mark() const { // any carrier on
+    for (auto& carrier : carriers)
+      if (carrier < 0 || !c10::impl::tls_is_dispatch_key_excluded(static_cast<DispatchKey>(carrier.load()))) return true;
+    return false;
+  }
+};
+inline Settings& settings() {
+  static auto* found = new Settings;
+  return *found;
+}
+
+// What a device's kernels share.
+struct Device {
+  int index;
+  DispatchKey key;
+  c10::DeviceType type;
+  bool has_streams;
+  // Tells of a stream (a handle of the vendor's) whether it records a graph: int status(handle, int* out).
+  int (*capture)(void*, int*) = nullptr;
+
+  bool is_capturing(c10::Device device) const {
+    int status = 0;
+    return capture && (capture(current_stream(device).native_handle(), &status) != 0 || status != 0);
+  }
+};
+
+class Kernel final : public c10::OperatorKernel {
+ public:
+  struct Facts { // what Python knows of the op
+    int number;
+    bool keeps; // returns no argument, so a kept cast may be given to it
+    std::vector<std::string> held; // arguments that are numbers which a result may hold
+  };
+
+  Kernel(Device device, Facts facts, py::object python, const c10::OperatorHandle& op)
+      : device_(device), facts_(std::move(facts)), python_(std::move(python)),
+        after_(c10::DispatchKeySet(DispatchKeySet::FULL_AFTER, device.key)) {
+    auto& arguments = op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      auto kind = arguments[i].real_type();
+      if (auto optional = kind->cast<c10::OptionalType>()) kind = optional->getElementType();
+      bool is_list = false;
+      if (auto list = kind->cast<c10::ListType>()) {
+        kind = list->getElementType();
+        if (auto optional = kind->cast<c10::OptionalType>()) kind = optional->getElementType();
+        is_list = true;
+      }
+      if (kind->kind() == c10::TypeKind::TensorType) tensors_.push_back({i, is_list});
+      if (arguments[i].name() == "dtype" && kind->kind() == c10::TypeKind::ScalarTypeType) dtype_ = static_cast<int>(i);
+      if (std::find(facts_.held.begin(), facts_.held.end(), arguments[i].name()) != facts_.held.end()) held_.push_back(i);
+    }
+#ifdef MPAMP_HAS_COMPUTED_KERNEL
+    if (op.hasKernelForDispatchKey(device.key)) native_.emplace(op.getComputedKernelForDispatchKey(device.key));
+#else
+    has_unknown_native_ = op.hasKernelForDispatchKey(device.key);
+#endif
+  }
+
+  void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    auto& thread = this_thread();
+    auto* scope = thread.scopes[device_.index].get();
+    if (!thread.entries || settings().is_observed || is_special()) return run_python(op, keys, stack);
+    auto task = torch::autograd::get_current_graph_task_id();
+    if (!scope) {
+      if (task != -1 || settings().has_mark()) return run_python(op, keys, stack);
+      return run_outside(op, keys, stack);
+    }
+    if (task != scope->task || at::autocast::is_autocast_cache_enabled()) return run_python(op, keys, stack);
+    auto lower = at::autocast::get_autocast_dtype(device_.type);
+    auto code = row(*scope->table, lower);
+    if (code == kPython) return run_python(op, keys, stack);
+    if (code == kOutside || c10::impl::tls_is_dispatch_key_excluded(DispatchKey::ADInplaceOrView))
+      return run_outside(op, keys, stack);
+    if (code == kBelow) return op.redispatchBoxed(keys & after_, stack);
+    auto first = stack->size() - op.schema().arguments().size();
+    Seen seen = look(*stack, first);
+    if (seen.is_odd) return run_python(op, keys, stack);
+    auto target = target_of(code, lower, seen, *stack, first);
+    c10::impl::ExcludeDispatchKeyGuard off(device_.key);
+    if (target) cast(*stack, first, *target, *scope, thread);
+    op.callBoxed(stack);
+  }
+
+ private:
+  struct Slot {
+    size_t index;
+    bool is_list;
+  };
+  struct Seen {
+    bool has_double = false, is_odd = false, first_is_castable = false;
+    std::array<bool, 3> dtypes{}; // of castable tensors on the device
+  };
+
+  // Dispatch modes, functorch's levels and tracers see programs, not runs: Python knows what to do for each.
+  static bool is_special() {
+    using namespace c10::impl;
+    return TorchDispatchModeTLS::stack_len() > 0 || torch::jit::tracer::isTracing() ||
+        tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+        tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerBackMode) ||
+        tls_is_dispatch_key_included(DispatchKey::PythonDispatcher);
+  }
+
+  Code row(Table& table, ScalarType lower) {
+    auto dtype = index_of(lower);
+    if (dtype < 0) return kPython;
+    auto code = table.code(dtype, facts_.number);
+    if (code != kUnknown) return code;
+    py::gil_scoped_acquire lock;
+    code = static_cast<Code>(settings().ask(table.id, dtype, facts_.number).cast<int>());
+    table.set(dtype, facts_.number, code);
+    return code;
+  }
+
+  template <class Do>
+  void each(Stack& stack, size_t first, Do&& run) const {
+    for (auto& slot : tensors_) {
+      auto& value = stack[first + slot.index];
+      if (value.isTensor()) {
+        run(value.toTensor());
+      } else if (value.isTensorList()) {
+        for (const Tensor& tensor : value.toTensorVector()) run(tensor);
+      } else if (value.isList()) {
+        for (const IValue& item : value.toListRef())
+          if (item.isTensor()) run(item.toTensor());
+      }
+    }
+  }
+
+  bool is_here(const Tensor& t) const { return t.device().type() == device_.type; }
+
+  Seen look(Stack& stack, size_t first) const {
+    Seen seen;
+    bool is_first = true;
+    each(stack, first, [&](const Tensor& t) {
+      if (!t.defined()) return;
+      bool is_number = t.unsafeGetTensorImpl()->is_wrapped_number();
+      auto dtype = index_of(t.scalar_type());
+      if (t.scalar_type() == at::kDouble && !is_number) seen.has_double = true;
+      if (t.layout() != at::kStrided || t.unsafeGetTensorImpl()->is_python_dispatch()) seen.is_odd = true;
+      if (dtype >= 0 && is_here(t)) seen.dtypes[dtype] = true;
+      if (std::exchange(is_first, false)) seen.first_is_castable = dtype >= 0;
+    });
+    return seen;
+  }
+
+  // As mpamp.rules.policy.target_dtype, and what codegen writes for arguments called dtype and for numbers.
+  std::optional<ScalarType> target_of(Code code, ScalarType lower, const Seen& seen, Stack& stack, size_t first) const {
+    std::optional<ScalarType> target;
+    auto* own = dtype_ >= 0 ? &stack[first + dtype_] : nullptr;
+    if (code == kLower) target = lower;
+    if (code == kFloat32) target = at::kFloat;
+    if (code == kPromote) {
+      auto dtypes = seen.dtypes;
+      for (auto index : held_)
+        for (int dtype : {0, 1})
+          if (seen.dtypes[dtype] && !holds(dtype, stack[first + index])) dtypes[2] = true;
+      if (dtypes[0] + dtypes[1] + dtypes[2] > 1) target = at::kFloat;
+    }
+    if (seen.has_double) target.reset();
+    if (own && !own->isNone()) {
+      auto dtype = static_cast<ScalarType>(own->toInt());
+      if (at::isFloatingType(dtype) || at::isComplexType(dtype)) target.reset();
+    } else if (own && code == kSetDtype && seen.first_is_castable) {
+      *own = static_cast<int64_t>(at::kFloat);
+    }
+    return target;
+  }
+
+  static bool holds(int dtype, const IValue& number) {
+    if (!number.isDouble() && !number.isInt()) return true;
+    auto size = std::abs(number.isDouble() ? number.toDouble() : static_cast<double>(number.toInt()));
+    return !std::isfinite(size) || size <= (dtype == 0 ? 65504.0 : 3.3895313892515355e38);
+  }
+
+  void cast(Stack& stack, size_t first, ScalarType target, const Scope& scope, Thread& thread) const {
+    for (auto& slot : tensors_) {
+      auto& value = stack[first + slot.index];
+      if (value.isTensor()) {
+        const auto& tensor = value.toTensor();
+        if (tensor.defined() && tensor.scalar_type() != target) value = one(tensor, target, scope, thread, facts_.keeps);
+      } else if (value.isTensorList()) {
+        auto list = value.toTensorVector();
+        bool keeps = facts_.keeps && list.size() > 1; // a product of one tensor may be a view of it
+        for (auto& tensor : list)
+          if (tensor.defined()) tensor = one(tensor, target, scope, thread, keeps);
+        value = std::move(list);
+      } else if (value.isList()) {
+        c10::List<std::optional<Tensor>> list;
+        for (const IValue& item : value.toListRef())
+          list.push_back(item.isTensor() ? std::optional<Tensor>(one(item.toTensor(), target, scope, thread, false)) : std::nullopt);
+        value = std::move(list);
+      }
+    }
+  }
+
+  Tensor one(const Tensor& t, ScalarType target, const Scope& scope, Thread& thread, bool keeps) const {
+    if (t.scalar_type() == target || index_of(t.scalar_type()) < 0 || !is_here(t)) return t;
+    if (keeps && scope.keep != kNothing && target != at::kFloat && is_plain(t)) {
+      if (auto found = kept(t, target, *thread.cache(scope.keep))) return *found;
+    }
+    return t.to(target);
+  }
+
+  std::optional<Tensor> kept(const Tensor& t, ScalarType target, Cache& cache) const {
+    std::optional<Tensor> base;
+    if (!is_weight(t)) {
+      base = viewed(t);
+      if (!base) return std::nullopt;
+    }
+    const Tensor& weight = base ? *base : t;
+    if (device_.is_capturing(t.device())) return std::nullopt;
+    if (auto found = cache.find(weight, target, t, device_.has_streams)) return found;
+    if (base) {
+      bool pays = &cache == &this_thread().persistent || is_all_of(t, weight) ||
+          weight.numel() <= std::max(kWorthwhile * t.numel(), kSmall);
+      py::gil_scoped_acquire lock;
+      if (!pays || !kinds.ask_viewable(weight).cast<bool>()) return std::nullopt;
+    }
+    return cache.add(weight, target, t, device_.has_streams);
+  }
+
+  // What runs where no region of ours decides: torch's own kernel, or what is below.
+  void run_outside(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
+#ifdef MPAMP_HAS_COMPUTED_KERNEL
+    if (native_) return native_->callBoxed(op, keys, stack);
+#else
+    if (has_unknown_native_) return run_python(op, keys, stack);
+#endif
+    op.redispatchBoxed(keys & after_, stack);
+  }
+
+  // -- The kernel in Python ------------------------------------------------------------------------------
+
+  static py::object to_python(const c10::Argument& argument, IValue value) {
+    auto kind = argument.real_type();
+    if (auto optional = kind->cast<c10::OptionalType>()) kind = optional->getElementType();
+    if (value.isInt()) {
+      auto& known = settings();
+      if (kind->kind() == c10::TypeKind::ScalarTypeType) return known.dtypes.at(value.toInt());
+      if (kind->kind() == c10::TypeKind::LayoutType) return known.layouts.at(value.toInt());
+      if (kind->kind() == c10::TypeKind::MemoryFormatType) return known.formats.at(value.toInt());
+    }
+    return torch::jit::toPyObject(std::move(value));
+  }
+
+  void run_python(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
+    py::gil_scoped_acquire lock;
+    auto& schema = op.schema();
+    auto& arguments = schema.arguments();
+    auto values = torch::jit::pop(*stack, arguments.size());
+    py::list positional;
+    py::dict by_keyword;
+    positional.append(py::cast(keys));
+    size_t last = arguments.size();
+    for (; last > 0; --last) { // defaults are left out, as torch does
+      auto& argument = arguments[last - 1];
+      if (argument.kwarg_only()) continue;
+      if (!argument.default_value() || !same(*argument.default_value(), values[last - 1])) break;
+    }
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      auto& argument = arguments[i];
+      if (argument.kwarg_only()) {
+        if (argument.default_value() && same(*argument.default_value(), values[i])) continue;
+        by_keyword[argument.name().c_str()] = to_python(argument, std::move(values[i]));
+      } else if (i < last) {
+        positional.append(to_python(argument, std::move(values[i])));
+      }
+    }
+    values.clear();
+    py::object result = py::handle(python_.object)(*positional, **by_keyword);
+    auto& returns = schema.returns();
+    if (returns.size() == 1) {
+      torch::jit::push(*stack, torch::jit::toIValue(result, returns[0].real_type()));
+    } else if (!returns.empty()) {
+      auto items = result.cast<py::tuple>();
+      for (size_t i = 0; i < returns.size(); ++i)
+        torch::jit::push(*stack, torch::jit::toIValue(items[i], returns[i].real_type()));
+    }
+  }
+
+  static bool same(const IValue& a, const IValue& b) {
+    if (a.isNone() || b.isNone()) return a.isNone() && b.isNone();
+    return a.tagKind() == b.tagKind() && (a.isInt() || a.isDouble() || a.isBool()) && a == b;
+  }
+
+  Device device_;
+  Facts facts_;
+  Held python_;
+  DispatchKeySet after_;
+  std::vector<Slot> tensors_;
+  std::vector<size_t> held_;
+  int dtype_ = -1;
+  bool has_unknown_native_ = false; // torch before 2.9 doesn't give it away
+#ifdef MPAMP_HAS_COMPUTED_KERNEL
+  std::optional<c10::SafeKernelFunction> native_;
+#endif
+};
+
+} // namespace mpamp

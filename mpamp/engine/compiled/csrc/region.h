@@ -1,0 +1,159 @@
+// Entering and leaving an ordinary region, as mpamp.regions.region: the same entries, so that Python can leave in any
+// order what C++ entered. No exception can strike between two changes here. What isn't ordinary is left to Python.
+#pragma once
+
+#include "kernel.h"
+
+namespace mpamp {
+
+// What one region sets, as mpamp.regions.region._Spec; in a capsule that the spec holds.
+struct Spec {
+  DispatchKey key;
+  c10::DeviceType type;
+  ScalarType dtype;
+  Py_ssize_t index;
+  std::shared_ptr<Scope> scope;
+  // Borrowed: the spec, or torch, holds them.
+  PyObject *scope_object, *name, *key_object, *index_object;
+};
+
+struct Names {
+  PyObject *spec, *ready, *device, *version, *core, *clear;
+};
+struct Python {
+  Names names;
+  PyObject *enter, *leave; // the methods in Python
+  PyObject *no_mark, *default_mark, *carrier; // the first carrier's key
+  Py_ssize_t mark; // where a thread's list of scopes has the mark
+};
+inline Python& python() {
+  static auto* found = new Python{};
+  return *found;
+}
+constexpr const char* kScope = "mpamp.scope";
+constexpr const char* kSpec = "mpamp.spec";
+
+// Have kernels see what a thread's list of scopes has at an index.
+inline int mirror(Py_ssize_t index, PyObject* scope) {
+  if (index >= kDevices) return 0;
+  auto& place = this_thread().scopes[index];
+  if (scope == Py_None) {
+    place.reset();
+    return 0;
+  }
+  auto capsule = py::reinterpret_steal<py::object>(PyObject_GetAttr(scope, python().names.core));
+  if (!capsule) return -1;
+  if (capsule.is_none() && settings().mirror) // it is made when it is first needed
+    capsule = py::reinterpret_steal<py::object>(PyObject_CallOneArg(settings().mirror.ptr(), scope));
+  if (!capsule) return -1;
+  if (!PyCapsule_CheckExact(capsule.ptr())) { // Python's alone
+    place = std::make_shared<Scope>(Scope{nullptr, kNothing, kPythons});
+    return 0;
+  }
+  auto* found = static_cast<std::shared_ptr<Scope>*>(PyCapsule_GetPointer(capsule.ptr(), kScope));
+  if (!found) return -1;
+  place = *found;
+  return 0;
+}
+
+// list.__setitem__ of the thread's scopes, which kernels see at once.
+inline PyObject* put(PyObject* scopes, PyObject* const* args, Py_ssize_t) {
+  auto index = PyLong_AsSsize_t(args[0]);
+  if (index < 0 && PyErr_Occurred()) return nullptr;
+  if (mirror(index, args[1]) < 0) return nullptr;
+  Py_INCREF(args[1]);
+  if (PyList_SetItem(scopes, index, args[1]) < 0) return nullptr;
+  Py_RETURN_NONE;
+}
+
+struct Object { // a new reference, given up at the end of the scope
+  PyObject* const p;
+  ~Object() { Py_XDECREF(p); }
+};
+
+inline const Spec* ordinary(PyObject* region) {
+  auto& names = python().names;
+  if (at::impl::torch_function_mode_enabled()) return nullptr;
+  Object spec{PyObject_GetAttr(region, names.spec)};
+  if (!spec.p) return nullptr;
+  Object ready{PyObject_GetAttr(spec.p, names.ready)}, device{PyObject_GetAttr(spec.p, names.device)};
+  if (!ready.p || !device.p) return nullptr;
+  Object version{PyObject_GetAttr(device.p, names.version)};
+  if (!version.p || PyObject_RichCompareBool(ready.p, version.p, Py_EQ) != 1) return nullptr;
+  Object core{PyObject_GetAttr(spec.p, names.core)};
+  return core.p && core.p != Py_None ? static_cast<const Spec*>(PyCapsule_GetPointer(core.p, kSpec)) : nullptr;
+}
+
+inline bool is_excluded(DispatchKey key) { return c10::impl::tls_is_dispatch_key_excluded(key); }
+inline void set_excluded(DispatchKey key, bool is_off) { c10::impl::tls_set_dispatch_key_excluded(key, is_off); }
+inline PyObject* as_bool(bool value) { return value ? Py_True : Py_False; }
+
+inline PyObject* enter(PyObject* self, PyObject* const*, Py_ssize_t) {
+  auto& thread = this_thread();
+  auto& known = python();
+  const Spec* spec = thread.entries ? ordinary(self) : nullptr;
+  if (PyErr_Occurred()) return nullptr;
+  if (!spec || torch::autograd::get_current_graph_task_id() != -1) return PyObject_CallOneArg(known.enter, self);
+  auto *entries = thread.entries, *scopes = thread.python_scopes;
+  auto carrier = static_cast<DispatchKey>(settings().carriers[0].load());
+  if (settings().carriers[0] < 0) return PyObject_CallOneArg(known.enter, self);
+  bool is_outermost = !settings().has_mark(), flag = at::autocast::is_autocast_cache_enabled();
+  auto* own = PyList_GET_ITEM(scopes, known.mark);
+  if (!is_outermost && !(PyList_GET_SIZE(entries) && !flag && own == known.default_mark))
+    return PyObject_CallOneArg(known.enter, self);
+  auto dtype = at::autocast::get_autocast_dtype(spec->type);
+  auto known_dtype = settings().dtypes.find(static_cast<int64_t>(dtype));
+  bool is_off = is_excluded(spec->key);
+  Object undo{PyTuple_Pack(9, spec->key_object, as_bool(is_off), spec->name, known_dtype->second.ptr(), spec->index_object,
+                           PyList_GET_ITEM(scopes, spec->index), own, known.carrier, as_bool(is_outermost))};
+  Object entry{undo.p ? PyList_New(3) : nullptr};
+  if (!entry.p) return nullptr;
+  Py_INCREF(self);
+  PyList_SET_ITEM(entry.p, 0, self);
+  PyList_SET_ITEM(entry.p, 1, Py_NewRef(as_bool(flag)));
+  PyList_SET_ITEM(entry.p, 2, Py_NewRef(undo.p));
+  if (PyList_Append(entries, entry.p) < 0) return nullptr;
+  at::autocast::set_autocast_cache_enabled(false);
+  thread.scopes[spec->index] = spec->scope;
+  PyList_SetItem(scopes, spec->index, Py_NewRef(spec->scope_object));
+  PyList_SetItem(scopes, known.mark, Py_NewRef(known.default_mark));
+  if (dtype != spec->dtype) at::autocast::set_autocast_dtype(spec->type, spec->dtype);
+  if (is_outermost) set_excluded(carrier, false);
+  set_excluded(spec->key, false);
+  return Py_NewRef(self);
+}
+
+inline PyObject* leave(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  auto& thread = this_thread();
+  auto& known = python();
+  auto* entries = thread.entries;
+  auto size = entries ? PyList_GET_SIZE(entries) : 0;
+  auto* entry = size ? PyList_GET_ITEM(entries, size - 1) : nullptr;
+  bool is_ordinary = entry && PyList_GET_ITEM(entry, 0) == self && PyTuple_CheckExact(PyList_GET_ITEM(entry, 2));
+  const Spec* spec = is_ordinary && !at::impl::torch_function_mode_enabled() ? ordinary(self) : nullptr;
+  auto* undo = is_ordinary ? PyList_GET_ITEM(entry, 2) : nullptr;
+  if (PyErr_Occurred()) PyErr_Clear(); // Python's method will say it
+  if (!spec || PyTuple_GET_ITEM(undo, 4) != spec->index_object || PyTuple_GET_ITEM(undo, 0) != spec->key_object) {
+    PyObject* all[4] = {self, count > 0 ? args[0] : Py_None, count > 1 ? args[1] : Py_None, count > 2 ? args[2] : Py_None};
+    return PyObject_Vectorcall(known.leave, all, 4, nullptr);
+  }
+  auto* scopes = thread.python_scopes;
+  auto item = [&](int i) { return PyTuple_GET_ITEM(undo, i); };
+  auto* dtype = reinterpret_cast<THPDtype*>(item(3));
+  Object kept{Py_NewRef(entry)}; // what it holds is let go of at the end
+  set_excluded(spec->key, item(1) == Py_True);
+  if (item(8) == Py_True) set_excluded(static_cast<DispatchKey>(settings().carriers[0].load()), true);
+  if (mirror(spec->index, item(5)) < 0) return nullptr;
+  PyList_SetItem(scopes, spec->index, Py_NewRef(item(5)));
+  PyList_SetItem(scopes, known.mark, Py_NewRef(item(6)));
+  at::autocast::set_autocast_dtype(spec->type, dtype->scalar_type);
+  at::autocast::set_autocast_cache_enabled(PyList_GET_ITEM(entry, 1) == Py_True);
+  if (PyList_SetSlice(entries, size - 1, size, nullptr) < 0) return nullptr;
+  if (size == 1) {
+    if (!thread.in_region.entries.empty()) thread.in_region.clear();
+    if (PyDict_GET_SIZE(thread.python_casts)) return PyObject_CallMethodNoArgs(thread.python_casts, known.names.clear);
+  }
+  Py_RETURN_NONE;
+}
+
+} // namespace mpamp
