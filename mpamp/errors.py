@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 __all__ = [
     "BannedOpError",
+    "EngineError",
     "Fp16GradientError",
     "GradientOverflowError",
     "ModuleRuleError",

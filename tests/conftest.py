@@ -12,7 +12,7 @@ from tests import places
 
 # Each worker of pytest-xdist would otherwise start as many threads as there are cores, and small ops crawl.
 torch.set_num_threads(1)
-# A build of the compiled engine may lie in the cache directory of whoever runs the tests: they say which engine they want.
+# A build of the compiled engine may lie in the cache directory: whoever runs the tests says which engine is meant.
 os.environ.setdefault("MPAMP_ENGINE", "python")
 
 

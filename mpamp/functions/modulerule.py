@@ -69,16 +69,20 @@ def _inside(rule: ModuleRule, device: DeviceState, scope: Scope) -> _Inside | No
     return _Inside(dtype, table.override(rule.ops, source=SOURCE))
 
 
-def _scopes() -> list[tuple[DeviceState, Scope]]:
-    """Return the regions of mpamp's around the call."""
+def _scopes(types: tuple[str, ...] = ()) -> list[tuple[DeviceState, Scope]]:
+    """Return the regions of mpamp's around the call.
+
+    In a program a mark speaks for every device, whether a region is around for it or not: what counts are those that
+    autocast is on for, and of the others those of ``types``.
+    """
     state, is_resolved = THREAD.state, graph_task() == -1 and not mode_depth() and not torch.is_autocast_cache_enabled()
     found: list[tuple[DeviceState, Scope]] = []
     for device in devices_in_use():
         scope: Scope | None = state.scopes[device.index]
         if scope is None or scope.task != -1 or not is_resolved:  # as kernels do
             is_entered, scope = scope is not None, resolve(device)
-            if not (is_entered or torch.is_autocast_enabled(device.type) or device.backend.is_available()):
-                continue  # a mark speaks for every device, those that only tests asked for among them
+            if not (is_entered or torch.is_autocast_enabled(device.type) or device.type in types):
+                continue
         if scope is not None:
             found.append((device, scope))
     return found
@@ -121,9 +125,9 @@ def _made(device: DeviceState, scope: Scope, inside: _Inside) -> Region:
 
 
 @run_while_tracing
-def _contexts(rule: ModuleRule) -> tuple[Contexts, ...]:
-    """Return what carries the same regions through a program."""
-    found = [(device, _inside(rule, device, scope)) for device, scope in _scopes()]
+def _contexts(rule: ModuleRule, types: tuple[str, ...]) -> tuple[Contexts, ...]:
+    """Return what carries the same regions through a program, for a call with tensors of these device types."""
+    found = [(device, _inside(rule, device, scope)) for device, scope in _scopes(types)]
     return tuple([_written(device, inside) for device, inside in found if inside is not None])
 
 
@@ -142,7 +146,8 @@ def run_by(rule: ModuleRule, function: Callable[..., Any], args: Any, kwargs: An
     if not is_dynamo_compiling():
         regions, args, kwargs = _prepared(rule, args, kwargs)
         return _run_in(regions, function, args, kwargs)
-    contexts = _contexts(rule)
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    contexts = _contexts(rule, tuple(dict.fromkeys([t.device.type for t in tensors])))
     args, kwargs = _arguments(rule, tuple([c[-1][0] for c in contexts]), args, kwargs)
     return _run_in(tuple([traced(c) for c in contexts]), function, args, kwargs)
 

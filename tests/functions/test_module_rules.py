@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import mpamp
+from mpamp.devices import registry
 from mpamp.errors import ModuleRuleError
 from mpamp.functions import modulerule
 from mpamp.functions.ruledforward import RuledForward
@@ -60,6 +61,12 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x = self.stem(x)
         return (*self.a(x), *self.b(x))
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that other tests asked for, and that are none here, are none of a program's."""
+    monkeypatch.setattr(registry, "DEVICES", [registry.device_state("cpu")])
 
 
 def make_model(rules: Any = None) -> Model:
