@@ -14,7 +14,6 @@ from ..devices.registry import device_state
 from ..engine import BEFORE_FIRST_INSTALL, install
 from ..engine.casts.cache import PERSISTENT_CACHE, REGION_CACHE
 from ..engine.casts.checking import CHECKS_REGIONS, checked
-from ..engine.compiled import serve, spec_of
 from ..engine.compiling import (
     Contexts,
     is_dynamo_compiling,
@@ -88,6 +87,8 @@ class _Spec:
         kept_in = None if not cache else PERSISTENT_CACHE if persistent else REGION_CACHE
         self.scope = Scope(default if self.table is None else self.table, kept_in, mark)
         self._nested: tuple[Mark, Scope] = (NO_MARK, self.scope)
+        from ..engine.compiled import spec_of  # not before: it is much to import
+
         self.core = spec_of(self.device, self.dtype, self.scope, self.key, self.index)
 
     def _dtypes_in(self) -> tuple[torch.dtype, ...]:
@@ -404,6 +405,8 @@ def _serve_torch() -> None:
     serve_autograd()
     _exporting().serve_export()
     if not CHECKS_REGIONS:
+        from ..engine.compiled import serve
+
         serve(Region)
 
 

@@ -170,6 +170,7 @@ def test_a_region_left_open_keeps_its_kernels() -> None:
 
 
 def test_kernels_withdrawn_while_observed_come_back() -> None:
+    engine.withdraw(device_state("cpu"))
     left = {name for name, entrance in transforms._installed.items() if not entrance.devices}  # by other tests
     with engine.observe(_ignore):
         _ops()

@@ -250,7 +250,7 @@ class _KeptByCore:
 
     @property
     def has_streams(self) -> bool:
-        return self.low.device.type != "cpu"
+        return self.low.device.index is not None
 
     def serves(self, tensor: Tensor) -> bool:
         return bool(COMPILED[0].serves(tensor, self.low))

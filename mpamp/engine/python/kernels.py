@@ -225,6 +225,8 @@ def _observing_changed() -> None:
                 _overridden[device.type].discard(op)
             listed = {op for table, dtype in planned for op, row in table.items() if row.at(dtype) is not None}
             transforms.withdraw_apart(device, own - listed)
+    if not OBSERVERS.all:
+        transforms.withdraw_idle()
 
 
 OBSERVERS.changed.append(_observing_changed)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...devices.registry import DeviceState
     from ...plugins.backend import Backend
 
-__all__ = ["COMPOSED", "install", "make_anew", "withdraw", "withdraw_apart"]
+__all__ = ["COMPOSED", "install", "make_anew", "withdraw", "withdraw_apart", "withdraw_idle"]
 
 _KEY = DispatchKey.FuncTorchDynamicLayerFrontMode
 _KEYS = DispatchKeySet(_KEY)
@@ -149,6 +149,13 @@ def withdraw_apart(device: DeviceState, ops: Iterable[str]) -> None:
             if not entrance.devices:
                 del _installed[name]
                 _libraries.pop(name)._destroy()
+
+
+def withdraw_idle() -> None:
+    """Take out kernels that were installed apart and that no device needs any more."""
+    for name in [name for name, entrance in _installed.items() if not entrance.devices and name in _libraries]:
+        del _installed[name]
+        _libraries.pop(name)._destroy()
 
 
 def withdraw(device: DeviceState) -> None:
