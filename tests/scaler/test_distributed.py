@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+
+from tests.ranks import Reports, reports_of_two
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 WRAPPERS = ("ddp", "fsdp1", "fsdp1, original parameters", "fsdp2")
@@ -36,33 +33,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
 ]
 
-Reports = list[dict[str, Any]]
-
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """Run the two processes once, and return what each reports."""
-    folder = tmp_path_factory.mktemp("ranks")
-    paths = [str(WORKER.parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    files = [folder / f"rank{rank}.json" for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(folder / "store"), str(file)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, file in enumerate(files)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(file.exists() for file in files), "\n".join(outputs)
-    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return reports_of_two(WORKER, tmp_path_factory.mktemp("ranks"))
 
 
 def test_nothing_failed(reports: Reports) -> None:

@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from ...devices.state import DeviceState
 from ...errors import EngineError, MpampWarning
 from ...oplists import widening_ops
+from ...plugins.backend import Backend
 from ...rules.eligibility import HELD, NEED_ONE_DTYPE, WRITTEN, is_in_place, overload_name
 from ...rules.eligibility import OBSERVERS as RANGES
 from ...rules.optable import OpTable
@@ -198,7 +199,7 @@ def install(
         _numbers[name] = len(_names)
         _names.append(name)
     _is_torchs[name] = is_torchs
-    handle = _device(found, device)
+    handle = _device(found, device, device.backend)
     if handle is None and keeps:  # whether a graph is being recorded can't be known in C++
         return None
     held = [a.name for a in op._schema.arguments if a.name in HELD and "number" in str(a.type)]
@@ -217,8 +218,8 @@ def _is_special(op: OpOverload) -> bool:
     )
 
 
-def _device(found: Any, device: DeviceState) -> Any | None:
-    backend = device.backend
+@functools.lru_cache(maxsize=64)
+def _device(found: Any, device: DeviceState, backend: Backend) -> Any | None:
     address = 0 if backend.capture_check() is None else backend.capture_address()
     if address is None:
         return None
@@ -244,4 +245,4 @@ def serve(region: type) -> None:
     """Have regions of a class be entered and left by C++, where that can."""
     found = core()
     if found is not None:
-        found.adopt(region, marks.NO_MARK, marks.DEFAULT_MARK, scope.MARK)
+        found.adopt(region, marks.DEFAULT_MARK, scope.MARK)

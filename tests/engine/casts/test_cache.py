@@ -17,7 +17,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -25,6 +24,7 @@ import mpamp
 from mpamp.engine.casts.cache import PERSISTENT_CACHE, REGION_CACHE, is_weight
 from mpamp.oplists import lower_precision_ops
 from mpamp.testing import WeightCastCounter
+from tests.engine.casts.standins import Spoils
 
 HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 Parameter, Tensor = torch.nn.Parameter, torch.Tensor
@@ -479,21 +479,6 @@ def test_what_an_op_of_others_does_to_its_arguments_reaches_no_other_use(
         once = x.detach().to(BRAIN).sum(0)[:, None].expand(4, 4).float()
         assert torch.allclose(weight.grad, 2 * once, rtol=0.02)
     assert (weight.grad is not None) is requires_grad
-
-
-class Spoils(TorchDispatchMode):
-    """Does something to every lower-precision tensor that it sees."""
-
-    def __init__(self, act: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.act = act
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in (*args, result):
-            if isinstance(tensor, Tensor) and tensor.dtype is BRAIN:
-                self.act(tensor)
-        return result
 
 
 def _hook(low: Tensor) -> None:

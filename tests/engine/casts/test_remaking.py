@@ -7,7 +7,6 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +16,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import mpamp
-from mpamp.engine.casts import remaking, streams
+from mpamp.engine.casts import remaking
 from mpamp.engine.casts.cache import PERSISTENT_CACHE
 from mpamp.testing import KernelCounter, WeightCastCounter
+from tests.engine.casts.standins import Queues
 
 pytestmark = pytest.mark.python_engine
 BRAIN = torch.bfloat16
@@ -527,38 +527,10 @@ def test_without_memory_for_other_copies_the_next_use_casts(x: Tensor, monkeypat
 # -- Streams, and graphs that are recorded -------------------------------------------------------------
 
 
-class Queues:
-    """Stands for a device with streams: counts what is done to them, in order."""
-
-    def __init__(self) -> None:
-        self.current = 0
-        self.log: list[tuple[str, int]] = []
-
-    def stream(self, device: object = None) -> SimpleNamespace:
-        number = self.current
-        return SimpleNamespace(number=number, wait_event=lambda e: self.log.append((f"waits for {e.number}", number)))
-
-    def event(self, device: object) -> SimpleNamespace:
-        event = SimpleNamespace(number=None)
-
-        def record(stream: Any) -> None:
-            event.number = stream.number
-            self.log.append(("records", stream.number))
-
-        event.record = record
-        return event
-
-    def number(self, tensor: Tensor) -> int:
-        return self.current
-
-
 @pytest.fixture
 def queues(monkeypatch: pytest.MonkeyPatch) -> Queues:
     found = Queues()
-    accelerator = SimpleNamespace(current_stream=found.stream)
-    monkeypatch.setattr(streams, "torch", SimpleNamespace(accelerator=accelerator, Event=found.event))
-    monkeypatch.setattr(streams, "_homes", {})
-    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: found.log.append(("holds", stream.number)))
+    found.put_in_place(monkeypatch)
     monkeypatch.setattr(remaking, "_checks", lambda backend: (None, found.number))
     return found
 

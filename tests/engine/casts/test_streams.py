@@ -15,6 +15,7 @@ from mpamp.backends.cpu import CpuBackend
 from mpamp.engine.casts import streams
 from mpamp.engine.casts.cache import REGION_CACHE, CastCache
 from mpamp.engine.python.caster import keeper
+from tests.engine.casts.standins import Queues
 
 BRAIN = torch.bfloat16
 Parameter, Tensor = torch.nn.Parameter, torch.Tensor
@@ -26,38 +27,10 @@ def cache_is_left_empty() -> Iterator[None]:
     mpamp.clear_cache()
 
 
-class Queues:
-    """Stands for a device with streams: counts what is done to them, in order."""
-
-    def __init__(self) -> None:
-        self.current = 0
-        self.log: list[tuple[str, int]] = []
-
-    def stream(self, device: object = None) -> SimpleNamespace:
-        number = self.current
-        return SimpleNamespace(number=number, wait_event=lambda e: self.log.append((f"waits for {e.number}", number)))
-
-    def event(self, device: object) -> SimpleNamespace:
-        event = SimpleNamespace(number=None)
-
-        def record(stream: Any) -> None:
-            event.number = stream.number
-            self.log.append(("records", stream.number))
-
-        event.record = record
-        return event
-
-    def number(self, tensor: Tensor) -> int:
-        return self.current
-
-
 @pytest.fixture
 def queues(monkeypatch: pytest.MonkeyPatch) -> Queues:
     found = Queues()
-    accelerator = SimpleNamespace(current_stream=found.stream)
-    monkeypatch.setattr(streams, "torch", SimpleNamespace(accelerator=accelerator, Event=found.event))
-    monkeypatch.setattr(streams, "_homes", {})
-    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: found.log.append(("holds", stream.number)))
+    found.put_in_place(monkeypatch)
     return found
 
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import mpamp
 from mpamp.engine.casts.weights import is_viewable
 from mpamp.testing import KernelCounter, WeightCastCounter
+from tests.engine.casts.standins import Spoils
 
 BRAIN, FULL = torch.bfloat16, torch.float32
 Tensor, Parameter = torch.Tensor, nn.Parameter
@@ -536,21 +537,6 @@ def test_a_trace_records_the_cast_of_a_view(x: Tensor) -> None:
     with torch.no_grad():
         module.weight.fill_(2)
     assert torch.equal(traced(x), torch.mm(x.to(BRAIN), module.weight.T.to(BRAIN)))
-
-
-class Spoils(TorchDispatchMode):
-    """Writes into, or asks for a gradient of, every lower-precision tensor that it sees."""
-
-    def __init__(self, act: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.act = act
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in (*args, result):
-            if isinstance(tensor, Tensor) and tensor.dtype is BRAIN:
-                self.act(tensor)
-        return result
 
 
 SPOILING: dict[str, Callable[[Tensor], Any]] = {

@@ -77,11 +77,10 @@ PyMethodDef enter_def = {"__enter__", reinterpret_cast<PyCFunction>(reinterpret_
 PyMethodDef leave_def = {"__exit__", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(leave)), METH_FASTCALL, nullptr};
 
 // Give a class the methods here, which fall back to its own.
-void adopt(py::object cls, py::object no_mark, py::object default_mark, Py_ssize_t mark) {
+void adopt(py::object cls, py::object default_mark, Py_ssize_t mark) {
   auto& known = python();
   known.enter = py::object(cls.attr("__enter__")).release().ptr();
   known.leave = py::object(cls.attr("__exit__")).release().ptr();
-  known.no_mark = no_mark.release().ptr();
   known.default_mark = default_mark.release().ptr();
   known.mark = mark;
   auto* type = reinterpret_cast<PyTypeObject*>(cls.ptr());
@@ -152,7 +151,7 @@ bool serves(const Tensor& tensor, const Tensor& low) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
   python().names = {name("_spec"), name("ready"), name("device"), name("version"), name("core"), name("clear")};
-  py::class_<Table, std::shared_ptr<Table>>(m, "Table").def(py::init<int64_t>()).def("set", &Table::set);
+  py::class_<Table, std::shared_ptr<Table>>(m, "Table").def(py::init<int64_t>());
   py::enum_<Code>(m, "Code")
       .value("outside", kOutside).value("below", kBelow).value("lower", kLower).value("float32", kFloat32)
       .value("set_dtype", kSetDtype).value("promote", kPromote).value("as_called", kAsCalled).value("python", kPython);

@@ -71,13 +71,11 @@ class Kernel final : public c10::OperatorKernel {
     for (size_t i = 0; i < arguments.size(); ++i) {
       auto kind = arguments[i].real_type();
       if (auto optional = kind->cast<c10::OptionalType>()) kind = optional->getElementType();
-      bool is_list = false;
       if (auto list = kind->cast<c10::ListType>()) {
         kind = list->getElementType();
         if (auto optional = kind->cast<c10::OptionalType>()) kind = optional->getElementType();
-        is_list = true;
       }
-      if (kind->kind() == c10::TypeKind::TensorType) tensors_.push_back({i, is_list});
+      if (kind->kind() == c10::TypeKind::TensorType) tensors_.push_back(i);
       if (arguments[i].name() == "dtype" && kind->kind() == c10::TypeKind::ScalarTypeType) dtype_ = static_cast<int>(i);
       if (std::find(facts_.held.begin(), facts_.held.end(), arguments[i].name()) != facts_.held.end()) held_.push_back(i);
     }
@@ -114,10 +112,6 @@ class Kernel final : public c10::OperatorKernel {
   }
 
  private:
-  struct Slot {
-    size_t index;
-    bool is_list;
-  };
   struct Seen {
     bool has_double = false, is_odd = false, first_is_castable = false;
     std::array<bool, 3> dtypes{}; // of castable tensors on the device
@@ -145,8 +139,8 @@ class Kernel final : public c10::OperatorKernel {
 
   template <class Do>
   void each(Stack& stack, size_t first, Do&& run) const {
-    for (auto& slot : tensors_) {
-      auto& value = stack[first + slot.index];
+    for (auto index : tensors_) {
+      auto& value = stack[first + index];
       if (value.isTensor()) {
         run(value.toTensor());
       } else if (value.isTensorList()) {
@@ -205,8 +199,8 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   void cast(Stack& stack, size_t first, ScalarType target, const Scope& scope, Thread& thread) const {
-    for (auto& slot : tensors_) {
-      auto& value = stack[first + slot.index];
+    for (auto index : tensors_) {
+      auto& value = stack[first + index];
       if (value.isTensor()) {
         const auto& tensor = value.toTensor();
         if (tensor.defined() && tensor.scalar_type() != target) value = one(tensor, target, scope, thread, facts_.keeps);
@@ -319,8 +313,7 @@ class Kernel final : public c10::OperatorKernel {
   Facts facts_;
   Held python_;
   DispatchKeySet after_;
-  std::vector<Slot> tensors_;
-  std::vector<size_t> held_;
+  std::vector<size_t> tensors_, held_; // where tensors, or lists of them, and numbers to mind are passed
   int dtype_ = -1;
   bool has_unknown_native_ = false; // torch before 2.9 doesn't give it away
 #ifdef MPAMP_HAS_COMPUTED_KERNEL

@@ -23,7 +23,7 @@ struct Names {
 struct Python {
   Names names;
   PyObject *enter, *leave; // the methods in Python
-  PyObject *no_mark, *default_mark, *carrier; // the first carrier's key
+  PyObject *default_mark, *carrier; // the first carrier's key
   Py_ssize_t mark; // where a thread's list of scopes has the mark
 };
 inline Python& python() {
