@@ -266,6 +266,15 @@ def test_compiled_as_eager(name: str) -> None:
     assert dtypes(torch.compile(InRegion(model), fullgraph=True, backend="aot_eager")(X)) == wanted
 
 
+@pytest.mark.parametrize("name", ["fp32", "ops"])
+def test_a_program_is_for_the_devices_of_its_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another device in use, which no region is around for, is none of it: torch would warn that it is absent."""
+    monkeypatch.setattr(registry, "DEVICES", [registry.device_state(kind) for kind in ("cpu", "cuda", "xpu")])
+    torch._dynamo.reset()
+    model = make_model(RULES[name][0])
+    assert dtypes(torch.compile(InRegion(model), fullgraph=True, backend="aot_eager")(X)) == run(model)
+
+
 def test_compiled_values_and_gradients_are_eagers() -> None:
     torch._dynamo.reset()
     model = make_model({"a": "fp32", "a.inner": HALF, "b": {"softmax": "fp32"}})
