@@ -45,11 +45,7 @@ inline Tensor linked(const Tensor& low, const Tensor& tensor) {
   namespace ag = torch::autograd;
   auto node = new_node<decltype(ag::Edge::function)>();
   node->set_next_edges({ag::impl::gradient_edge(tensor)});
-  Tensor result;
-  {
-    at::NoGradGuard no_grad;
-    result = low.detach();
-  }
+  Tensor result = low.tensor_data(); // as detach(), the version counter too, without a call of the dispatcher
   ag::set_history(result, node);
   return result;
 }
