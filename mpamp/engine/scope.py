@@ -105,5 +105,6 @@ watch_regions(lambda: THREAD.state.entries)
 
 def connect(core: Any) -> None:
     """Have the compiled engine see scopes: those of this thread, and of threads that come to have some."""
+    state = THREAD.state  # a thread that has none yet attaches as it is made, once `core` is there
     _Compiled.core = core
-    THREAD.state.attach()
+    state.attach()
