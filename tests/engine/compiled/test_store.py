@@ -211,10 +211,32 @@ import gc; gc.collect()
 assert mpamp.cache_info().entries == 0, mpamp.cache_info()
 """
 
+_FIRST_IN_A_THREAD = """
+import threading, torch, mpamp
+from torch.utils.flop_counter import FlopCounterMode
+weight, x, seen = torch.nn.Parameter(torch.ones(8, 8)), torch.ones(4, 8), []
+
+def first():
+    for _ in range(3):
+        with mpamp.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False):
+            seen.append(torch.nn.functional.linear(x, weight).dtype)
+        with mpamp.autocast("cpu", torch.bfloat16):
+            seen.append(torch.nn.functional.linear(x, weight).dtype)
+
+thread = threading.Thread(target=first)
+thread.start(); thread.join()
+first()
+assert seen == [torch.bfloat16] * 12, seen
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_BUILD, reason="the compiled engine isn't built: mpamp build-core")
-@pytest.mark.parametrize("program", [_EIGHT_THREADS, _COUNTS], ids=["eight threads", "counts"])
+@pytest.mark.parametrize(
+    "program",
+    [_EIGHT_THREADS, _COUNTS, _FIRST_IN_A_THREAD],
+    ids=["eight threads", "counts", "first region in a thread"],
+)
 def test_the_compiled_engine_runs(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the build that is there
     environment = {**os.environ, "MPAMP_ENGINE": "compiled", "OMP_NUM_THREADS": "1"}

@@ -262,24 +262,22 @@ struct Cache {
     }
   }
 
-  // The kept cast of a weight, linked to the gradient of `user` (the weight or a view of it) where one is needed.
-  std::optional<Tensor> find(const Tensor& weight, ScalarType dtype, const Tensor& user, bool has_streams) {
+  // The kept cast of a weight, linked to the gradient of `user` (the weight or a view of it) where one is needed. The
+  // stream is the current one, where the device has any.
+  std::optional<Tensor> find(const Tensor& weight, ScalarType dtype, const Tensor& user, const std::optional<c10::Stream>& stream) {
     std::lock_guard<std::mutex> guard(lock);
     auto it = entries.find({storage_of(weight), dtype});
     if (it == entries.end()) return std::nullopt;
     auto& entry = it->second;
     if (!entry.is_of(weight)) return std::nullopt;
-    if (has_streams) {
-      auto stream = current_stream(weight.device());
-      if (entry.readiness && entry.readiness->made_on != stream) entry.readiness->admit(entry.low, stream);
-    }
+    if (stream && entry.readiness && entry.readiness->made_on != *stream) entry.readiness->admit(entry.low, *stream);
     if (!weight.is_same(user) && !entry.is_alike) return std::nullopt;
     entry.is_used = true;
     return use(entry, weight, user);
   }
 
   // Cast a weight, and keep the result if nobody has written to the weight meanwhile.
-  Tensor add(const Tensor& weight, ScalarType dtype, const Tensor& user, bool has_streams) {
+  Tensor add(const Tensor& weight, ScalarType dtype, const Tensor& user, const std::optional<c10::Stream>& stream) {
     ++casts;
     auto dropped = drops.load();
     State state(weight);
@@ -293,7 +291,7 @@ struct Cache {
     Entry entry(weight, std::move(low), state);
     entry.is_alike = is_view; // a view's base was asked about; else it is made anew for the first view
     if (graph.requires_grad() && !is_view) entry.graph = Weak(graph.getIntrusivePtr());
-    if (has_streams) entry.readiness.emplace(current_stream(weight.device()));
+    if (stream) entry.readiness.emplace(*stream);
     if (!is_whole) graph = use(entry, weight, user);
     std::vector<Entry> gone;
     std::lock_guard<std::mutex> guard(lock);

@@ -50,9 +50,21 @@ struct Device {
   // Tells of a stream (a handle of the vendor's) whether it records a graph: int status(handle, int* out).
   int (*capture)(void*, int*) = nullptr;
 
-  bool is_capturing(c10::Device device) const {
-    int status = 0;
-    return capture && (capture(current_stream(device).native_handle(), &status) != 0 || status != 0);
+  // The stream that is current, and whether it records a graph; asked once a call.
+  struct Moment {
+    c10::Device place;
+    std::optional<c10::Stream> stream;
+    bool is_capturing;
+  };
+  const Moment& now(c10::Device place, std::optional<Moment>& known) const {
+    if (!known || known->place != place) {
+      int status = 0;
+      std::optional<c10::Stream> stream;
+      if (has_streams || capture) stream = current_stream(place);
+      bool is_capturing = capture && (capture(stream->native_handle(), &status) != 0 || status != 0);
+      known.emplace(Moment{place, has_streams ? stream : std::nullopt, is_capturing});
+    }
+    return *known;
   }
 };
 
@@ -199,50 +211,61 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   void cast(Stack& stack, size_t first, ScalarType target, const Scope& scope, Thread& thread) const {
+    Call call{target, scope, thread, std::nullopt};
     for (auto index : tensors_) {
       auto& value = stack[first + index];
       if (value.isTensor()) {
         const auto& tensor = value.toTensor();
-        if (tensor.defined() && tensor.scalar_type() != target) value = one(tensor, target, scope, thread, facts_.keeps);
+        if (tensor.defined() && tensor.scalar_type() != target) value = one(tensor, call, facts_.keeps);
       } else if (value.isTensorList()) {
         auto list = value.toTensorVector();
         bool keeps = facts_.keeps && list.size() > 1; // a product of one tensor may be a view of it
         for (auto& tensor : list)
-          if (tensor.defined()) tensor = one(tensor, target, scope, thread, keeps);
+          if (tensor.defined()) tensor = one(tensor, call, keeps);
         value = std::move(list);
       } else if (value.isList()) {
         c10::List<std::optional<Tensor>> list;
         for (const IValue& item : value.toListRef())
-          list.push_back(item.isTensor() ? std::optional<Tensor>(one(item.toTensor(), target, scope, thread, false)) : std::nullopt);
+          list.push_back(item.isTensor() ? std::optional<Tensor>(one(item.toTensor(), call, false)) : std::nullopt);
         value = std::move(list);
       }
     }
   }
 
-  Tensor one(const Tensor& t, ScalarType target, const Scope& scope, Thread& thread, bool keeps) const {
+  struct Call {
+    ScalarType target;
+    const Scope& scope;
+    Thread& thread;
+    std::optional<Device::Moment> moment;
+  };
+
+  Tensor one(const Tensor& t, Call& call, bool keeps) const {
+    auto target = call.target;
     if (t.scalar_type() == target || index_of(t.scalar_type()) < 0 || !is_here(t)) return t;
-    if (keeps && scope.keep != kNothing && target != at::kFloat && is_plain(t)) {
-      if (auto found = kept(t, target, *thread.cache(scope.keep))) return *found;
+    if (keeps && call.scope.keep != kNothing && target != at::kFloat && is_plain(t)) {
+      if (auto found = kept(t, call)) return *found;
     }
     return t.to(target);
   }
 
-  std::optional<Tensor> kept(const Tensor& t, ScalarType target, Cache& cache) const {
+  std::optional<Tensor> kept(const Tensor& t, Call& call) const {
     std::optional<Tensor> base;
     if (!is_weight(t)) {
       base = viewed(t);
       if (!base) return std::nullopt;
     }
     const Tensor& weight = base ? *base : t;
-    if (device_.is_capturing(t.device())) return std::nullopt;
-    if (auto found = cache.find(weight, target, t, device_.has_streams)) return found;
+    auto& now = device_.now(t.device(), call.moment);
+    if (now.is_capturing) return std::nullopt;
+    auto& cache = *call.thread.cache(call.scope.keep);
+    if (auto found = cache.find(weight, call.target, t, now.stream)) return found;
     if (base) {
-      bool pays = &cache == &this_thread().persistent || is_all_of(t, weight) ||
+      bool pays = call.scope.keep == kPersistently || is_all_of(t, weight) ||
           weight.numel() <= std::max(kWorthwhile * t.numel(), kSmall);
       py::gil_scoped_acquire lock;
       if (!pays || !kinds.ask_viewable(weight).cast<bool>()) return std::nullopt;
     }
-    return cache.add(weight, target, t, device_.has_streams);
+    return cache.add(weight, call.target, t, now.stream);
   }
 
   // What runs where no region of ours decides: torch's own kernel, or what is below.
