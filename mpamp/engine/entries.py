@@ -30,7 +30,8 @@ Entry = list[Any]
 """Who entered, torch's cache flag before (None if it wasn't changed), and the changes that undo what was done.
 
 An ordinary region has, instead of the changes, what they set: its key and whether that was excluded, device type and
-dtype, index and scope, the mark, the first carrier's key and whether that was excluded.
+dtype, index and scope, the mark, the first carrier's key and whether that was excluded; of the compiled engine also each
+carrier's key, whether it was excluded, name and dtype, where the region has a mark of its own.
 """
 
 
@@ -136,11 +137,13 @@ def _take(owner: object, entries: list[Entry]) -> Entry:
 
 def _written_out(entry: Entry) -> Entry:
     if type(entry[2]) is tuple:
-        key, is_off, name, dtype, index, scope, mark, first, is_first = entry[2]
+        key, is_off, name, dtype, index, scope, mark, first, is_first, *carriers = entry[2]
         put = THREAD.state.put
         entry[2] = [
             (_set_excluded, key, is_off),
-            (_set_excluded, first, is_first),
+            *([] if any(carriers) else [(_set_excluded, first, is_first)]),
+            *[(_set_excluded, k, was_off) for each in carriers for k, was_off, _, _ in each],
+            *[(_set_dtype, n, d) for each in carriers for _, _, n, d in each],
             (put, index, scope),
             (put, MARK, mark),
             (_set_dtype, name, dtype),

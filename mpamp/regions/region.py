@@ -49,6 +49,8 @@ _thread = THREAD
 _NOT_READY = -1
 _MOST_REGIONS = 512
 _MOST_TRIES = 8
+_OWN_ENTRY = 9
+"""How much an ordinary region's entry keeps that was entered in Python."""
 
 
 class _Spec:
@@ -200,8 +202,11 @@ def autocast(
 
 
 def _region_of(device: Any, dtype: Any, enabled: bool, cache: bool, ops: Ops, persistent: bool) -> Region:
+    region = _regions.get((device, dtype, enabled, cache, _contents(ops), persistent))
+    if region is not None:
+        return region
     ops = _frozen(ops)
-    key = (device, dtype, enabled, cache, _contents(ops), persistent)
+    key = (device, dtype, enabled, cache, _contents(ops), persistent)  # of what was copied: the user's may change
     region = _regions.get(key)
     if region is None:
         region = Region(_Spec(device, dtype, enabled, cache, ops, persistent))
@@ -228,7 +233,11 @@ def _frozen(ops: Any) -> Any:
 
 def _contents(ops: Any) -> Any:
     if not isinstance(ops, dict):
-        return ops if isinstance(ops, OpTable) else repr(ops)
+        return ops if ops is None or isinstance(ops, OpTable) else repr(ops)
+    try:
+        return frozenset(ops.items())
+    except TypeError:  # rules by dtype
+        pass
     return frozenset((op, rule if isinstance(rule, str) else repr(rule)) for op, rule in ops.items())
 
 
@@ -331,7 +340,7 @@ class Region:
             state = _thread.state
             entries = state.entries
             entry = entries[-1] if entries else None
-            if entry is not None and entry[0] is self and type(entry[2]) is tuple:
+            if entry is not None and entry[0] is self and type(entry[2]) is tuple and len(entry[2]) == _OWN_ENTRY:
                 key, is_off, name, dtype, index, before, own, first, is_first = entry[2]
                 _set_excluded(key, is_off)
                 if is_first:

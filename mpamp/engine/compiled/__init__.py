@@ -221,7 +221,7 @@ def _is_special(op: OpOverload) -> bool:
 @functools.lru_cache(maxsize=64)
 def _device(found: Any, device: DeviceState, backend: Backend) -> Any | None:
     address = 0 if backend.capture_check() is None else backend.capture_address()
-    if address is None:
+    if address is None or (address and not found.knows_handles):
         return None
     return found.Device(device.index, _number(device.key), device.type, backend.stream_check() is not None, address)
 
@@ -236,9 +236,12 @@ def _bare(found: Any, device: DeviceState) -> Any:
 def spec_of(device: DeviceState, dtype: torch.dtype, each: scope.Scope, key: Any, index: int) -> Any | None:
     """Return what C++ enters an ordinary region by; None where there is no such engine, or it isn't ordinary."""
     found = core()
-    if found is None or not each.mark.is_default or dtype not in _DTYPES or not _scope_in(found, each):
+    if found is None or dtype not in _DTYPES or not _scope_in(found, each):
         return None
-    return found.spec(_bare(found, device), dtype, each, device.type, key, index)
+    chosen = marks.CARRIERS
+    numbers = [_number(carrier) for carrier in chosen.keys]
+    carriers = list(zip(numbers, chosen.keys, chosen.names, each.mark.state, strict=False))  # none of the default mark
+    return found.spec(_bare(found, device), dtype, each, device.type, key, index, carriers)
 
 
 def serve(region: type) -> None:

@@ -80,6 +80,18 @@ auto python_object(Slot* slot, long) -> decltype(slot->_unchecked_untagged_pyobj
   return slot->_unchecked_untagged_pyobj();
 }
 
+// Whether torch gives a stream's handle at its vendor away, as it does from 2.9 on.
+template <class Stream, class = void>
+struct Handles {
+  static constexpr bool are_known = false;
+  static void* of(const Stream&) { return nullptr; }
+};
+template <class Stream>
+struct Handles<Stream, std::void_t<decltype(std::declval<const Stream&>().native_handle())>> {
+  static constexpr bool are_known = true;
+  static void* of(const Stream& stream) { return stream.native_handle(); }
+};
+
 inline bool is_alive() { return Py_IsInitialized(); }
 
 // An object of Python's that C++ holds beyond the lock that protects it.

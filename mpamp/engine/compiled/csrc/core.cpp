@@ -53,14 +53,19 @@ py::capsule scope(std::shared_ptr<Table> table, int keep, int64_t task) {
       new std::shared_ptr<Scope>(std::make_shared<Scope>(Scope{std::move(table), static_cast<Keep>(keep), task})), kScope);
 }
 
-py::capsule spec(const Device& device, py::object dtype, py::object scope, py::object name, py::object key, py::object index) {
+py::capsule spec(const Device& device, py::object dtype, py::object scope, py::object name, py::object key, py::object index,
+                 const std::vector<std::tuple<int, py::object, py::object, py::object>>& carriers) {
   py::capsule core = scope.attr("core");
   auto* found = static_cast<std::shared_ptr<Scope>*>(PyCapsule_GetPointer(core.ptr(), kScope));
   if (!found) throw py::error_already_set();
-  return in_capsule(
-      new Spec{device.key, device.type, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type, device.index, *found,
-               scope.ptr(), name.ptr(), key.ptr(), index.ptr()},
-      kSpec);
+  auto scalar_type = [](py::handle dtype) { return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type; };
+  auto* made = new Spec{device.key, device.type, scalar_type(dtype), device.index, *found, {}, settings().choice,
+                        scope.ptr(), py::object(scope.attr("mark")).ptr(), name.ptr(), key.ptr(), index.ptr()};
+  for (auto& [number, carrier_key, carrier_name, carrier_dtype] : carriers)
+    made->carriers.push_back({static_cast<DispatchKey>(number), c10::Device(carrier_name.cast<std::string>()).type(),
+                              carrier_dtype.is_none() ? std::nullopt : std::optional(scalar_type(carrier_dtype)),
+                              py::object(carrier_key).release().ptr(), py::object(carrier_name).release().ptr()});
+  return in_capsule(made, kSpec);
 }
 
 void set_types(const std::vector<py::object>& dtypes, const std::vector<py::object>& layouts, const std::vector<py::object>& formats) {
@@ -102,6 +107,7 @@ py::object attach(py::object entries, py::object scopes, py::object casts) {
 void set_carriers(const std::vector<int>& keys, py::object first) {
   for (size_t i = 0; i < settings().carriers.size(); ++i) settings().carriers[i] = i < keys.size() ? keys[i] : -1;
   python().carrier = first.release().ptr(); // for good: threads may be reading it
+  ++settings().choice;
 }
 
 std::tuple<int64_t, int64_t, int64_t> info() {
@@ -192,6 +198,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("remake", py::overload_cast<const std::vector<Tensor>&>(&remake), py::call_guard<py::gil_scoped_release>());
   m.def("serves", &serves);
   m.attr("max_ops") = kOps;
+  m.attr("knows_handles") = Handles<c10::Stream>::are_known;
 }
 
 } // namespace mpamp

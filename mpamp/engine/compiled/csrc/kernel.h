@@ -26,6 +26,7 @@ using torch::jit::Stack;
 // What Python sets once: the first carrier of marks (mpamp.engine.marks), and who fills rows of tables in.
 struct Settings {
   std::array<std::atomic<int>, 3> carriers{-1, -1, -1};
+  std::atomic<int64_t> choice{0}; // goes up with each choice of them
   py::handle ask, mirror;
   std::atomic<bool> is_observed{false}; // somebody wants to see every call: Python's kernels run
   std::unordered_map<int64_t, py::object> dtypes, layouts, formats;
@@ -61,7 +62,7 @@ struct Device {
       int status = 0;
       std::optional<c10::Stream> stream;
       if (has_streams || capture) stream = current_stream(place);
-      bool is_capturing = capture && (capture(stream->native_handle(), &status) != 0 || status != 0);
+      bool is_capturing = capture && (capture(Handles<c10::Stream>::of(*stream), &status) != 0 || status != 0);
       known.emplace(Moment{place, has_streams ? stream : std::nullopt, is_capturing});
     }
     return *known;

@@ -6,6 +6,19 @@
 
 namespace mpamp {
 
+// One carrier's part of a mark (mpamp.engine.marks): torch's autocast state of a device type that no program uses.
+struct Carrier {
+  DispatchKey key;
+  c10::DeviceType type;
+  std::optional<ScalarType> dtype; // none: it is off
+  PyObject *key_object, *name; // borrowed from those who live for good
+
+  void put() const {
+    c10::impl::tls_set_dispatch_key_excluded(key, !dtype);
+    if (dtype) at::autocast::set_autocast_dtype(type, *dtype);
+  }
+};
+
 // What one region sets, as mpamp.regions.region._Spec; in a capsule that the spec holds.
 struct Spec {
   DispatchKey key;
@@ -13,8 +26,10 @@ struct Spec {
   ScalarType dtype;
   Py_ssize_t index;
   std::shared_ptr<Scope> scope;
+  std::vector<Carrier> carriers; // of the mark that stands for a table of the region's own; none for the default one
+  int64_t choice; // of the carriers that were chosen then
   // Borrowed: the spec, or torch, holds them.
-  PyObject *scope_object, *name, *key_object, *index_object;
+  PyObject *scope_object, *mark, *name, *key_object, *index_object;
 };
 
 struct Names {
@@ -88,12 +103,29 @@ inline bool is_excluded(DispatchKey key) { return c10::impl::tls_is_dispatch_key
 inline void set_excluded(DispatchKey key, bool is_off) { c10::impl::tls_set_dispatch_key_excluded(key, is_off); }
 inline PyObject* as_bool(bool value) { return value ? Py_True : Py_False; }
 
+inline PyObject* dtype_object(c10::DeviceType type) {
+  return settings().dtypes.at(static_cast<int64_t>(at::autocast::get_autocast_dtype(type))).ptr();
+}
+
+// What undoes a mark, for mpamp.engine.entries: each carrier's key, whether that is excluded, name and dtype.
+inline PyObject* carriers_now(const std::vector<Carrier>& carriers) {
+  Object found{PyTuple_New(static_cast<Py_ssize_t>(carriers.size()))};
+  for (size_t i = 0; found.p && i < carriers.size(); ++i) {
+    auto& each = carriers[i];
+    auto* now = PyTuple_Pack(4, each.key_object, as_bool(is_excluded(each.key)), each.name, dtype_object(each.type));
+    if (!now) return nullptr;
+    PyTuple_SET_ITEM(found.p, static_cast<Py_ssize_t>(i), now);
+  }
+  return Py_XNewRef(found.p);
+}
+
 inline PyObject* enter(PyObject* self, PyObject* const*, Py_ssize_t) {
   auto& thread = this_thread();
   auto& known = python();
   const Spec* spec = thread.entries ? ordinary(self) : nullptr;
   if (PyErr_Occurred()) return nullptr;
-  if (!spec || torch::autograd::get_current_graph_task_id() != -1) return PyObject_CallOneArg(known.enter, self);
+  if (!spec || torch::autograd::get_current_graph_task_id() != -1 || spec->choice != settings().choice)
+    return PyObject_CallOneArg(known.enter, self);
   auto *entries = thread.entries, *scopes = thread.python_scopes;
   auto carrier = static_cast<DispatchKey>(settings().carriers[0].load());
   if (settings().carriers[0] < 0) return PyObject_CallOneArg(known.enter, self);
@@ -101,11 +133,11 @@ inline PyObject* enter(PyObject* self, PyObject* const*, Py_ssize_t) {
   auto* own = PyList_GET_ITEM(scopes, known.mark);
   if (!is_outermost && !(PyList_GET_SIZE(entries) && !flag && own == known.default_mark))
     return PyObject_CallOneArg(known.enter, self);
-  auto dtype = at::autocast::get_autocast_dtype(spec->type);
-  auto known_dtype = settings().dtypes.find(static_cast<int64_t>(dtype));
   bool is_off = is_excluded(spec->key);
-  Object undo{PyTuple_Pack(9, spec->key_object, as_bool(is_off), spec->name, known_dtype->second.ptr(), spec->index_object,
-                           PyList_GET_ITEM(scopes, spec->index), own, known.carrier, as_bool(is_outermost))};
+  Object before{carriers_now(spec->carriers)};
+  if (!before.p) return nullptr;
+  Object undo{PyTuple_Pack(10, spec->key_object, as_bool(is_off), spec->name, dtype_object(spec->type), spec->index_object,
+                           PyList_GET_ITEM(scopes, spec->index), own, known.carrier, as_bool(is_outermost), before.p)};
   Object entry{undo.p ? PyList_New(3) : nullptr};
   if (!entry.p) return nullptr;
   Py_INCREF(self);
@@ -116,9 +148,10 @@ inline PyObject* enter(PyObject* self, PyObject* const*, Py_ssize_t) {
   at::autocast::set_autocast_cache_enabled(false);
   thread.scopes[spec->index] = spec->scope;
   PyList_SetItem(scopes, spec->index, Py_NewRef(spec->scope_object));
-  PyList_SetItem(scopes, known.mark, Py_NewRef(known.default_mark));
-  if (dtype != spec->dtype) at::autocast::set_autocast_dtype(spec->type, spec->dtype);
-  if (is_outermost) set_excluded(carrier, false);
+  PyList_SetItem(scopes, known.mark, Py_NewRef(spec->mark));
+  at::autocast::set_autocast_dtype(spec->type, spec->dtype);
+  for (auto& each : spec->carriers) each.put();
+  if (is_outermost && spec->carriers.empty()) set_excluded(carrier, false);
   set_excluded(spec->key, false);
   return Py_NewRef(self);
 }
@@ -133,7 +166,8 @@ inline PyObject* leave(PyObject* self, PyObject* const* args, Py_ssize_t count) 
   const Spec* spec = is_ordinary && !at::impl::torch_function_mode_enabled() ? ordinary(self) : nullptr;
   auto* undo = is_ordinary ? PyList_GET_ITEM(entry, 2) : nullptr;
   if (PyErr_Occurred()) PyErr_Clear(); // Python's method will say it
-  if (!spec || PyTuple_GET_ITEM(undo, 4) != spec->index_object || PyTuple_GET_ITEM(undo, 0) != spec->key_object) {
+  if (!spec || PyTuple_GET_SIZE(undo) != 10 || PyTuple_GET_ITEM(undo, 4) != spec->index_object ||
+      PyTuple_GET_ITEM(undo, 0) != spec->key_object || PyTuple_GET_SIZE(PyTuple_GET_ITEM(undo, 9)) != Py_ssize_t(spec->carriers.size())) {
     PyObject* all[4] = {self, count > 0 ? args[0] : Py_None, count > 1 ? args[1] : Py_None, count > 2 ? args[2] : Py_None};
     return PyObject_Vectorcall(known.leave, all, 4, nullptr);
   }
@@ -143,6 +177,11 @@ inline PyObject* leave(PyObject* self, PyObject* const* args, Py_ssize_t count) 
   Object kept{Py_NewRef(entry)}; // what it holds is let go of at the end
   set_excluded(spec->key, item(1) == Py_True);
   if (item(8) == Py_True) set_excluded(static_cast<DispatchKey>(settings().carriers[0].load()), true);
+  for (size_t i = 0; i < spec->carriers.size(); ++i) {
+    auto* was = PyTuple_GET_ITEM(item(9), static_cast<Py_ssize_t>(i));
+    set_excluded(spec->carriers[i].key, PyTuple_GET_ITEM(was, 1) == Py_True);
+    at::autocast::set_autocast_dtype(spec->carriers[i].type, reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(was, 3))->scalar_type);
+  }
   if (mirror(spec->index, item(5)) < 0) return nullptr;
   PyList_SetItem(scopes, spec->index, Py_NewRef(item(5)));
   PyList_SetItem(scopes, known.mark, Py_NewRef(item(6)));
