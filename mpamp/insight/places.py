@@ -7,11 +7,16 @@ compile anew while somebody looks.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx.traceback as fx_traceback
+
+from ..engine.casts.cache import storage_of
+from .origins import Facts
 
 __all__ = ["Places"]
 
@@ -28,6 +33,7 @@ class Places:
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
+        self._tensors: Facts[tuple[str, bool]] = Facts()
         self._has_root = False
 
     def add(self, root: Module) -> None:
@@ -36,7 +42,11 @@ class Places:
         prefix = f"{kind}:" if self._has_root else ""
         self._has_root = True
         for name, module in root.named_modules():
-            self._names.setdefault(module, f"{prefix}{name}" if name else kind)
+            path = self._names.setdefault(module, f"{prefix}{name}" if name else kind)
+            for attribute, tensor in _tensors_of(module):
+                if _has_memory_of_its_own(tensor) and self._tensors.get(tensor) is None:
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    self._tensors.put(tensor, (f"{path}.{attribute}", is_parameter))
 
     def here(self) -> tuple[str, Module | None]:
         """Return the name of the module that is running on the calling thread, and the module."""
@@ -51,14 +61,40 @@ class Places:
         return name, module
 
     def tensor(self, tensor: torch.Tensor, module: Module | None) -> str | None:
-        """Return the name of a tensor that is an attribute of the module, or a view of one; None if it is none."""
-        if module is None:
-            return None
-        for place in (module._parameters, module._buffers, module.__dict__):
-            for name, value in place.items():
-                if value is tensor or (isinstance(value, torch.Tensor) and value is tensor._base):
-                    return f"{self._names.get(module, '')}.{name}"
-        return None
+        """Return the name of a tensor that is an attribute of the module, or a view of one; None if it is none.
+
+        One of another module that was named, or what has such a one's memory, has a name too.
+        """
+        for name, value in () if module is None else _attributes(module):
+            if value is tensor or (value is tensor._base and value is not None):
+                return f"{self._names.get(module, '')}.{name}"  # type: ignore[arg-type]
+        found = self._tensors.get(tensor)
+        return None if found is None else found[0]
+
+    def is_parameters(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor has the memory of a parameter of a module that was named."""
+        found = self._tensors.get(tensor)
+        return found is not None and found[1]
+
+
+def _attributes(module: Module) -> Iterator[tuple[str, Any]]:
+    for place in (module._parameters, module._buffers, module.__dict__):
+        yield from place.items()
+
+
+def _tensors_of(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that are a module's attributes, or are in lists and mappings that are."""
+    for name, value in list(_attributes(module)):
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif not name.startswith("_") and isinstance(value, list | tuple | dict):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from [(f"{name}[{key!r}]", item) for key, item in items if isinstance(item, torch.Tensor)]
+
+
+def _has_memory_of_its_own(tensor: torch.Tensor) -> bool:
+    storage = storage_of(tensor)
+    return storage is not None and storage.nbytes() == tensor.numel() * tensor.element_size()
 
 
 def compiled_place() -> str:

@@ -36,7 +36,8 @@ class Weights:
                 if self._is_again(cast):
                     found.append((_again(call, name), bytes_of(cast)))
             elif cast.before.numel() > TINY and (name is not None or _is_weight(cast.before)):
-                found.append((_not_kept(call, cast, name), bytes_of(cast)))
+                is_parameters = self._places.is_parameters(cast.before)
+                found.append((_not_kept(call, cast, name, is_parameters), bytes_of(cast)))
         return found
 
     def _is_again(self, cast: Cast) -> bool:
@@ -55,18 +56,23 @@ def _again(call: Call, name: str | None) -> Fault:
     return Fault("weight cast again", call.op, text, "autocast(persistent_cache=True) keeps its cast between regions.")
 
 
-def _not_kept(call: Call, cast: Cast, name: str | None) -> Fault:
-    why, advice = _reason(call, cast.before)
+def _not_kept(call: Call, cast: Cast, name: str | None, is_parameters: bool) -> Fault:
+    why, advice = _reason(call, cast.before, is_parameters)
     text = f"{_shown(name)} is cast to {name_of(cast.after.dtype)} at every call of {short_name(call.op)}: {why}."
     return Fault("weight cast at every call", call.op, text, advice)
 
 
-def _reason(call: Call, tensor: torch.Tensor) -> tuple[str, str]:
+def _reason(call: Call, tensor: torch.Tensor, is_parameters: bool) -> tuple[str, str]:
     """Return why a weight's cast isn't kept, and what would change that."""
     if call.scope.cache is None:
         return "the region keeps no casts", "Enter it with cache_enabled=True."
     if tensor._base is not None and not isinstance(tensor, torch.nn.Parameter):
         return "it is a view, not a parameter", "Make what the op is given a torch.nn.Parameter of its own."
+    if not _is_weight(tensor) and is_parameters:
+        return (
+            "it is the parameter's .data, or detached",
+            "Give the op the parameter itself: casts of frozen ones are kept.",
+        )
     if not _is_weight(tensor):
         frozen = "torch.nn.Parameter(tensor, requires_grad=False)"
         return "it is a plain tensor, not a parameter", f"Make it a {frozen}: casts of frozen ones are kept."
