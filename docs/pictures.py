@@ -30,7 +30,9 @@ def run(page: str) -> tuple[str, Names]:
             exec(compile(block["code"], page, "exec"), names)
         code = f"```python\n{block['code']}```\n"
         if bool(out.getvalue()) is not (block["text"] is not None):
-            raise ValueError(f"{page}: a block that prints has a block of text after it, and no other:\n{block['code']}")
+            raise ValueError(
+                f"{page}: a block that prints has a block of text after it, and no other:\n{block['code']}"
+            )
         return code if block["text"] is None else f"{code}\n```text\n{out.getvalue()}```\n"
 
     return _BLOCK.sub(ran, text), names

@@ -6,6 +6,7 @@ compile anew while somebody looks.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -21,6 +22,8 @@ from .origins import Facts
 __all__ = ["Places"]
 
 Module = torch.nn.Module
+_LOCAL = re.compile(r"^L\['\w+'\]\.?")
+"""What a compiler calls the variable that a model is in."""
 _CALL = Module._call_impl.__code__
 
 
@@ -101,7 +104,7 @@ def compiled_place() -> str:
     """Return the name of the module whose part of a program is being traced, as the compiler says it."""
     stack = fx_traceback.current_meta.get("nn_module_stack") or {}
     names = [str(path) for path, _ in stack.values()]
-    return names[-1].removeprefix("L['self'].").removeprefix("_modules.") if names else ""
+    return _LOCAL.sub("", names[-1]).removeprefix("_modules.") if names else ""
 
 
 def _module_frame(frame: FrameType | None) -> FrameType | None:

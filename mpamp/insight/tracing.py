@@ -35,6 +35,8 @@ class Trace:
     """
 
     def __init__(self, history: int = 1000) -> None:
+        if not isinstance(history, int) or history < 0:
+            raise ValueError(f"history is how many calls to keep, a number of at least 0; got {history!r}.")
         self._recorder = Recorder(history)
         self._observation: Observation | None = None
         self._compiled: dict[str, None] = {}
@@ -172,6 +174,8 @@ def _written(text: str, path: str | os.PathLike[str] | None) -> str:
 
 def explain(model: torch.nn.Module, *inputs: Any, **kwargs: Any) -> Trace:
     """Run a model once and return what autocast did."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"explain takes a torch.nn.Module, got {type(model).__name__}.")
     seen = Trace()
     seen._recorder.places.add(model)
     seen._compiled.update(

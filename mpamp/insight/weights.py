@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..engine import Call, Cast
-from ..engine.casts.cache import last_drop
+from ..engine.casts.cache import last_drop, storage_of
 from .origins import Facts
 from .places import Places
 from .records import TINY, Fault, Faulty, bytes_of, name_of, short_name
@@ -25,8 +25,8 @@ class Weights:
 
     def look(self, call: Call, module: torch.nn.Module | None) -> Faulty:
         """Return the faults of a call, and the bytes that each moved."""
-        if call.task != -1:
-            return []  # a recompute makes its own casts
+        if call.task != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+            return []  # recomputes and torch.func's transforms make casts of their own
         found: Faulty = []
         for cast in call.casts:
             if cast.was_there or cast.before.dtype is not torch.float32 or cast.after.dtype is torch.float32:
@@ -76,7 +76,8 @@ def _reason(call: Call, tensor: torch.Tensor, is_parameters: bool) -> tuple[str,
     if not _is_weight(tensor):
         frozen = "torch.nn.Parameter(tensor, requires_grad=False)"
         return "it is a plain tensor, not a parameter", f"Make it a {frozen}: casts of frozen ones are kept."
-    if tensor.untyped_storage().nbytes() > 4 * tensor.numel():
+    storage = storage_of(tensor)
+    if storage is not None and storage.nbytes() > 4 * tensor.numel():
         return "it is part of a larger storage", "Give it memory of its own, or cast it once by hand."
     return f"casts for {short_name(call.op)} aren't kept here", "Cast it once by hand, or leave the op in float32."
 

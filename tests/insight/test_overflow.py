@@ -126,8 +126,8 @@ def test_a_report_names_no_more_than_eight_parameters_of_a_kind() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     nn.init.constant_(model[5].weight, 1e-7)
     report = find_overflow(model, torch.ones(2, 4), loss=lambda y: y.mean(), region=half()).reports[0]
-    assert len(report.underflows) == 10
-    assert str(report).splitlines()[-1] == "  and 2 more"
+    assert len(report.underflows) > 8
+    assert str(report).splitlines()[-1] == f"  and {len(report.underflows) - 8} more"
     nn.init.constant_(model[5].weight, 6e4)
     report = find_overflow(model, torch.full((2, 4), 50.0), loss=total, region=half()).reports[0]
     assert len(report.parameters) > 8

@@ -225,3 +225,18 @@ def test_a_clean_model_has_no_findings(name: str, dtype: torch.dtype, is_trainin
     seen = explained(make().train(is_training), *(torch.randn(shape) for shape in shapes), dtype=dtype)
     assert seen.findings == ()
     assert seen.calls > 0
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_transforms_of_a_clean_model_have_none(transform: str) -> None:
+    layer, given = nn.Linear(64, 64), x()
+    params = dict(layer.named_parameters())
+    runs: dict[str, Callable[[], Any]] = {
+        "vmap": lambda: torch.func.vmap(lambda v: torch.func.functional_call(layer, params, (v,)))(given),
+        "grad": lambda: torch.func.grad(lambda p: torch.func.functional_call(layer, p, (given,)).float().sum())(params),
+        "jvp": lambda: torch.func.jvp(layer, (given,), (given,)),
+    }
+    with mpamp.trace() as seen, mpamp.autocast("cpu", BRAIN):
+        runs[transform]()
+    assert [(use.calls, use.casts) for use in seen.uses if use.op == "aten::linear"] == [(1, 3)]
+    assert seen.findings == ()
