@@ -6,6 +6,7 @@ import torch
 
 from ..engine import Call, Cast
 from ..engine.casts.cache import last_drop, storage_of
+from ..engine.casts.weights import REWRITTEN
 from .origins import Facts
 from .places import Places
 from .records import TINY, Fault, Faulty, bytes_of, name_of, short_name
@@ -35,7 +36,9 @@ class Weights:
             if cast.is_kept:
                 if self._is_again(cast):
                     found.append((_again(call, name), bytes_of(cast)))
-            elif cast.before.numel() > TINY and (name is not None or _is_weight(cast.before)):
+            elif cast.before.numel() <= TINY or hasattr(storage_of(cast.before), REWRITTEN):
+                continue  # FSDP2 gathers a parameter anew, past every counter: what was cast is something else by then
+            elif name is not None or _is_weight(cast.before):
                 is_parameters = self._places.is_parameters(cast.before)
                 found.append((_not_kept(call, cast, name, is_parameters), bytes_of(cast)))
         return found
