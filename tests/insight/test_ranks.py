@@ -1,4 +1,4 @@
-"""Two processes over gloo: each traces what it does itself, as alone; the rank that overflows is the one that says so."""
+"""Two processes over gloo: each traces what it does itself, as alone; the rank that overflows is the one to say so."""
 
 from __future__ import annotations
 
