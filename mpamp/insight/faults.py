@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 
 from ..engine import Call
+from ..functions.ruledforward import RuledForward
 from ..rules.policy import CastPolicy
 from .origins import Facts
 from .places import Places
-from .records import TINY, Fault, Faulty, Finding, bytes_of, name_of, results_of, short_name
+from .records import CAST, TINY, Fault, Faulty, Finding, bytes_of, name_of, results_of, short_name
 from .weights import Weights
 
 __all__ = ["Faults"]
@@ -21,14 +22,18 @@ _RAISING = {CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP32_APPE
 _AS_CALLED = {None, CastPolicy.FALLTHROUGH}
 _HALF = {torch.float16, torch.bfloat16}
 _MOST_NAMES = 3
+_BY_DESIGN = (
+    "The table means it so, for the range of the op: search_precision(goal='speed') measures whether it needs be."
+)
 
 
 class _Raised(NamedTuple):
-    """What made a tensor float32."""
+    """What made a tensor float32, and what would keep it from that."""
 
     op: str
-    rule: str
-    lower: torch.dtype
+    text: str
+    advice: str
+    rule: tuple[str, str] | None
     is_shipped: bool
 
 
@@ -68,7 +73,7 @@ class Faults:
             count.calls += 1
             count.bytes += moved
             count.modules[place] = None
-        self._follow(call, tensors, results, rule)
+        self._follow(call, tensors, results, rule, module)
 
     def findings(self) -> tuple[Finding, ...]:
         """Return what was found: what somebody's rule or code does first, then what shipped rules do, by bytes."""
@@ -77,15 +82,24 @@ class Faults:
 
     # -- To float32 and back ---------------------------------------------------------------------------
 
-    def _follow(self, call: Call, tensors: Tensors, results: Tensors, rule: str) -> None:
+    def _follow(self, call: Call, tensors: Tensors, results: Tensors, rule: str, module: Module) -> None:
         """Know of a call's float32 results whether they are so only because a rule made them."""
-        wide = [t for t in tensors if t.dtype is torch.float32 and t.dim() and not _is_leaf_weight(t)]
+        most = max(t.numel() for t in tensors)  # a scale, a mask or a norm's statistics decide nothing
+        wide = [t for t in tensors if t.dtype is torch.float32 and t.dim() and t.numel() == most]
+        wide = [t for t in wide if not _is_leaf_weight(t)]
         facts = [self._raised.get(t) for t in wide]
         fact = facts[0] if facts and all(facts) else None
         low = next((t.dtype for t in tensors if t.dtype in _HALF), None)
-        if call.policy in _RAISING and low is not None and not wide:
-            base = call.device.base.get(call.op)
-            fact = _Raised(call.op, rule, low, base is not None and base.source == rule)
+        if low is not None and not wide:
+            if call.policy in _RAISING:
+                base = call.device.base.get(call.op)
+                name = short_name(call.op)
+                advice = f"ops={{'{name}': 'fallthrough'}} runs it in {name_of(low)}."
+                is_shipped = base is not None and base.source == rule
+                by = f"{name} takes {name_of(low)} to float32 (rule: {rule})"
+                fact = _Raised(call.op, by, _BY_DESIGN if is_shipped else advice, (name, "fallthrough"), is_shipped)
+            elif call.op == CAST:
+                fact = _cast_by_code(low, module)
         for result in results:
             if result.dtype is torch.float32 and fact is not None:
                 self._raised.put(result, fact)
@@ -97,19 +111,19 @@ class Faults:
         for cast in call.casts:
             raised = self._raised.get(cast.before) if cast.after.dtype in _HALF and not cast.is_kept else None
             if raised is not None:
-                low, name = name_of(raised.lower), short_name(raised.op)
-                text = (
-                    f"{name} takes {low} to float32 (rule: {raised.rule}), and {short_name(call.op)} takes "
-                    f"its result back to {name_of(cast.after.dtype)}."
-                )
-                advice = f"ops={{'{name}': 'fallthrough'}} runs it in {low}."
-                fault = Fault("round trip", raised.op, text, advice, (name, "fallthrough"), raised.is_shipped)
+                back = f"{short_name(call.op)} takes its result back to {name_of(cast.after.dtype)}"
+                text = f"{raised.text}, and {back}."
+                fault = Fault("round trip", raised.op, text, raised.advice, raised.rule, raised.is_shipped)
                 found.append((fault, 2 * bytes_of(cast)))
         return found
 
     # -- Dtypes that meet ------------------------------------------------------------------------------
 
     def _float64(self, call: Call, tensors: Tensors, results: Tensors, module: Module) -> Faulty:
+        if call.op == CAST and any(r.dtype is torch.float64 and r.dim() for r in results):
+            self._doubles.put(results[0], True)
+            text = f"a cast in the code of {_kind_of(module)} makes float64 of {name_of(tensors[0].dtype)}."
+            return [(Fault("float64", call.op, text, "Cast to float32: no rule of an op casts float64."), 0)]
         is_ruled = call.policy not in _AS_CALLED
         doubles = [t for t in tensors if t.dtype is torch.float64 and (t.dim() or is_ruled)]
         if not doubles:
@@ -118,6 +132,8 @@ class Faults:
         for result in results:
             if result.dtype is torch.float64:
                 self._doubles.put(result, True)
+        if call.op == CAST:
+            return []
         name = short_name(call.op)
         effect = "is left alone as a whole" if is_ruled else "gives float64"
         advice = "Make it float32: no rule of an op casts float64."
@@ -143,6 +159,20 @@ class Faults:
     def _named(self, tensor: torch.Tensor, module: Module) -> str:
         name = self._places.tensor(tensor, module)
         return f"an argument of shape {tuple(tensor.shape)}" if name is None else name.rpartition(".")[2]
+
+
+def _cast_by_code(low: torch.dtype, module: Module) -> _Raised:
+    if module is not None and isinstance(vars(module).get("forward"), RuledForward):
+        text = f"the rule of a {_kind_of(module)} takes what it gets from {name_of(low)} to float32"
+        return _Raised(CAST, text, "Give what follows the module the same rule, or take it away.", None, False)
+    text = f"a cast in the code of {_kind_of(module)} takes {name_of(low)} to float32"
+    return _Raised(
+        CAST, text, "Leave the cast out, or have what follows in float32, by a rule of its module.", None, False
+    )
+
+
+def _kind_of(module: Module) -> str:
+    return "what is outside of modules" if module is None else type(module).__name__
 
 
 def _tiny(call: Call, tensors: Tensors) -> Faulty:

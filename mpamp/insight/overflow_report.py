@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from .overflow_measures import Range
 
 __all__ = ["Overflow", "StepReport", "TensorRange", "Underflow", "plain"]
+
+_MOST_SHOWN = 8
+"""So many parameters are named in a step's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +134,16 @@ class StepReport:
         if self.overflow is not None:
             lines += ["first overflow: " + str(self.overflow)]
         if self.parameters:
-            more = f" and {len(self.parameters) - 8} more" if len(self.parameters) > 8 else ""
-            lines += [f"gradients with inf or NaN: {', '.join(self.parameters[:8])}{more}"]
-        lines += ["gradients that underflow:"] if self.underflows else []
-        return "\n".join([*lines, *(f"  {found}" for found in self.underflows)])
+            names = ", ".join(self.parameters[:_MOST_SHOWN])
+            lines += [f"gradients with inf or NaN: {names}{_more(self.parameters)}"]
+        if self.underflows:
+            lines += ["gradients that underflow:", *(f"  {found}" for found in self.underflows[:_MOST_SHOWN])]
+            lines += [f" {more}" for more in [_more(self.underflows)] if more]
+        return "\n".join(lines)
+
+
+def _more(found: Sized) -> str:
+    return f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
 
 
 def plain(scale: float) -> str:

@@ -44,7 +44,11 @@ def _items(lines: Iterable[str]) -> str:
 
 def _findings(summary: Summary) -> str:
     lines = [f"<b>{escape(f.kind)}</b>: {escape(f.text)} <i>{escape(f.advice)}</i>" for f in summary.findings]
-    return _items(lines) if lines else "<p>Nothing.</p>"
+    found = _items(lines) if lines else "<p>Nothing.</p>"
+    if not summary.by_design:
+        return found
+    meant = _items(f"{escape(f.text)} <i>{escape(f.advice)}</i>" for f in summary.by_design)
+    return f"{found}<details><summary>By design: {len(summary.by_design)}</summary>{meant}</details>"
 
 
 def _uses(summary: Summary) -> str:

@@ -6,16 +6,24 @@ compile anew while somebody looks.
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx.traceback as fx_traceback
 
+from ..engine.casts.cache import storage_of
+from .origins import Facts
+
 __all__ = ["Places"]
 
 Module = torch.nn.Module
+_LOCAL = re.compile(r"^L\['\w+'\]\.?")
+"""What a compiler calls the variable that a model is in."""
 _CALL = Module._call_impl.__code__
 
 
@@ -28,6 +36,7 @@ class Places:
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
+        self._tensors: Facts[tuple[str, bool]] = Facts()
         self._has_root = False
 
     def add(self, root: Module) -> None:
@@ -36,7 +45,11 @@ class Places:
         prefix = f"{kind}:" if self._has_root else ""
         self._has_root = True
         for name, module in root.named_modules():
-            self._names.setdefault(module, f"{prefix}{name}" if name else kind)
+            path = self._names.setdefault(module, f"{prefix}{name}" if name else kind)
+            for attribute, tensor in _tensors_of(module):
+                if _has_memory_of_its_own(tensor) and self._tensors.get(tensor) is None:
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    self._tensors.put(tensor, (f"{path}.{attribute}", is_parameter))
 
     def here(self) -> tuple[str, Module | None]:
         """Return the name of the module that is running on the calling thread, and the module."""
@@ -51,21 +64,47 @@ class Places:
         return name, module
 
     def tensor(self, tensor: torch.Tensor, module: Module | None) -> str | None:
-        """Return the name of a tensor that is an attribute of the module, or a view of one; None if it is none."""
-        if module is None:
-            return None
-        for place in (module._parameters, module._buffers, module.__dict__):
-            for name, value in place.items():
-                if value is tensor or (isinstance(value, torch.Tensor) and value is tensor._base):
-                    return f"{self._names.get(module, '')}.{name}"
-        return None
+        """Return the name of a tensor that is an attribute of the module, or a view of one; None if it is none.
+
+        One of another module that was named, or what has such a one's memory, has a name too.
+        """
+        for name, value in () if module is None else _attributes(module):
+            if value is tensor or (value is tensor._base and value is not None):
+                return f"{self._names.get(module, '')}.{name}"  # type: ignore[arg-type]
+        found = self._tensors.get(tensor)
+        return None if found is None else found[0]
+
+    def is_parameters(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor has the memory of a parameter of a module that was named."""
+        found = self._tensors.get(tensor)
+        return found is not None and found[1]
+
+
+def _attributes(module: Module) -> Iterator[tuple[str, Any]]:
+    for place in (module._parameters, module._buffers, module.__dict__):
+        yield from place.items()
+
+
+def _tensors_of(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that are a module's attributes, or are in lists and mappings that are."""
+    for name, value in list(_attributes(module)):
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif not name.startswith("_") and isinstance(value, list | tuple | dict):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from [(f"{name}[{key!r}]", item) for key, item in items if isinstance(item, torch.Tensor)]
+
+
+def _has_memory_of_its_own(tensor: torch.Tensor) -> bool:
+    storage = storage_of(tensor)
+    return storage is not None and storage.nbytes() == tensor.numel() * tensor.element_size()
 
 
 def compiled_place() -> str:
     """Return the name of the module whose part of a program is being traced, as the compiler says it."""
     stack = fx_traceback.current_meta.get("nn_module_stack") or {}
     names = [str(path) for path, _ in stack.values()]
-    return names[-1].removeprefix("L['self'].").removeprefix("_modules.") if names else ""
+    return _LOCAL.sub("", names[-1]).removeprefix("_modules.") if names else ""
 
 
 def _module_frame(frame: FrameType | None) -> FrameType | None:

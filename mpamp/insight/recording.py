@@ -12,7 +12,7 @@ from torch._C import _TorchDispatchModeKey as ModeKey
 from ..engine import Call
 from .faults import Faults
 from .places import Places, compiled_place
-from .records import OpUse, Phase, bytes_of, name_of, results_of
+from .records import CAST, OpUse, Phase, bytes_of, name_of, results_of
 
 __all__ = ["Recorder"]
 
@@ -48,6 +48,8 @@ class Recorder:
             self._add(call, phase)
 
     def _add(self, call: Call, phase: Phase) -> None:
+        if call.op == CAST and (phase == "backward" or not _is_of_floats(call)):
+            return  # backward, they are autograd's
         place, module = (compiled_place(), None) if phase == "compiled" else self.places.here()
         tensors = [t for t in call.arguments if isinstance(t, torch.Tensor)]
         row = call.scope.table.get(call.op)
@@ -72,6 +74,12 @@ class Recorder:
         """Return how each op was used, in the order in which they were first called."""
         with self._lock:
             return [_use(key, tally) for key, tally in self._tallies.items()]
+
+
+def _is_of_floats(call: Call) -> bool:
+    """Tell whether a cast that code asks for is one from one floating dtype to another."""
+    tensors = [t for t in (*call.arguments, *results_of(call)) if isinstance(t, torch.Tensor)]
+    return all(t.is_floating_point() for t in tensors) and len({t.dtype for t in tensors}) > 1
 
 
 def _is_traced() -> bool:

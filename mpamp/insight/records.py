@@ -10,6 +10,7 @@ import torch
 from ..engine import Call, Cast
 
 __all__ = [
+    "CAST",
     "Fault",
     "Faulty",
     "Finding",
@@ -94,6 +95,8 @@ class Fault(NamedTuple):
     is_shipped: bool = False
 
 
+CAST = "aten::_to_copy"
+"""What a cast is that code asks for, as ``x.float()``."""
 TINY = 2048
 """Elements of all the arguments of an op together, up to which a cast takes longer than the op gains."""
 Faulty = list[tuple[Fault, int]]
@@ -107,6 +110,8 @@ class Summary:
     uses: tuple[OpUse, ...]
     findings: tuple[Finding, ...]
     unseen: tuple[str, ...]
+    by_design: tuple[Finding, ...] = ()
+    """What the tables that ship with mpamp ask for."""
 
     def total(self, name: str) -> int:
         """Return the sum of a column, over what ran: compiled programs are only listed."""

@@ -13,11 +13,11 @@ import torch
 
 from ..devices.registry import device_state
 from ..engine.watching import watch_calls
+from ..functions.module_rules import module_rules
 from ..regions.region import Region, autocast
 from ..rules.optable import OpTable
 from .module_paths import ModulePaths
 from .search_bisection import Bisection
-from .search_modules import in_float32
 from .search_progress import progress_bar
 from .search_result import PrecisionSearch, RowEffect
 from .search_trials import Better, Judge, Trials
@@ -175,7 +175,7 @@ class _Search:
                 stack.enter_context(watch_calls(self._used))
             elif self._over == "modules":
                 stack.enter_context(self._region())
-                stack.enter_context(in_float32(self._model, names, self._device, self._table))
+                stack.enter_context(module_rules(self._model, dict.fromkeys(names, "fp32")))
             else:
                 stack.enter_context(self._region(dict.fromkeys(names, kind)))
             yield

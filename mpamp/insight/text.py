@@ -77,6 +77,7 @@ def as_text(summary: Summary) -> str:
     ]
     found = [f"* {finding}" for finding in summary.findings] or ["* nothing"]
     unseen = [f"* {line}" for line in summary.unseen]
+    by_design = [f"* {finding}" for finding in summary.by_design]
     parts = [
         headline(summary),
         "",
@@ -84,6 +85,7 @@ def as_text(summary: Summary) -> str:
         "",
         "Findings:",
         *found,
+        *(["", "By design:", *by_design] if by_design else []),
         "",
         "Not seen:",
         *unseen,
@@ -107,4 +109,6 @@ def as_rich(summary: Summary) -> Any:
         findings.add_column(name, overflow="fold")
     for finding in summary.findings:
         findings.add_row(Text(f"{finding.kind}: {finding.text}"), Text(finding.advice))
+    for finding in summary.by_design:
+        findings.add_row(Text(f"by design: {finding.text}"), Text(finding.advice))
     return Group(uses, findings, Text("\n".join(("Not seen:", *summary.unseen))))

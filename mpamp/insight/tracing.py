@@ -35,6 +35,8 @@ class Trace:
     """
 
     def __init__(self, history: int = 1000) -> None:
+        if not isinstance(history, int) or history < 0:
+            raise ValueError(f"history is how many calls to keep, a number of at least 0; got {history!r}.")
         self._recorder = Recorder(history)
         self._observation: Observation | None = None
         self._compiled: dict[str, None] = {}
@@ -61,8 +63,13 @@ class Trace:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is worth a look: what rules and code of one's own do comes first, then what shipped tables do."""
-        return self._recorder.faults.findings()
+        """What is worth a change: what rules and code of one's own do, by the bytes that it casts."""
+        return tuple(finding for finding in self._recorder.faults.findings() if not finding.is_shipped)
+
+    @property
+    def by_design(self) -> tuple[Finding, ...]:
+        """Casts there and back that the tables that ship with mpamp ask for, for the range of an op in float16."""
+        return tuple(finding for finding in self._recorder.faults.findings() if finding.is_shipped)
 
     @property
     def history(self) -> list[tuple[str, str, str, int, int]]:
@@ -105,7 +112,7 @@ class Trace:
 
     def summary(self) -> Summary:
         """Return what was seen up to now, as a value that doesn't change."""
-        return Summary(tuple(self.uses), self.findings, self.unseen)
+        return Summary(tuple(self.uses), self.findings, self.unseen, self.by_design)
 
     # -- As something else -------------------------------------------------------------------------------
 
@@ -118,6 +125,7 @@ class Trace:
             "totals": {name: seen.total(name) for name in ("calls", "casts", "kept_used", "cast_bytes")},
             "uses": [use_to_dict(use) for use in seen.uses],
             "findings": [finding.to_dict() for finding in seen.findings],
+            "by_design": [finding.to_dict() for finding in seen.by_design],
             "unseen": list(seen.unseen),
         }
 
@@ -166,6 +174,8 @@ def _written(text: str, path: str | os.PathLike[str] | None) -> str:
 
 def explain(model: torch.nn.Module, *inputs: Any, **kwargs: Any) -> Trace:
     """Run a model once and return what autocast did."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"explain takes a torch.nn.Module, got {type(model).__name__}.")
     seen = Trace()
     seen._recorder.places.add(model)
     seen._compiled.update(

@@ -143,12 +143,17 @@ def test_what_stays_in_float32_is_no_round_trip() -> None:
     assert seen.findings == ()
 
 
-def test_a_shipped_rule_is_told_as_such() -> None:
+def test_what_a_shipped_rule_does_is_by_design() -> None:
     x = torch.randn(64, 64, dtype=torch.float16)
     with mpamp.trace() as seen, mpamp.autocast("cpu", torch.float16):
         x.softmax(1) @ x
-    finding = _only(seen)
+    assert seen.findings == ()
+    (finding,) = seen.by_design
     assert (finding.kind, finding.is_shipped) == ("round trip", True)
+    assert "means it so" in finding.advice
+    assert str(finding) in str(seen)
+    assert finding.to_dict() in seen.to_dict()["by_design"]
+    assert "By design: 1" in seen.to_html()
 
 
 # -- Dtypes that meet ----------------------------------------------------------------------------------

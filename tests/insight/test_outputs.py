@@ -58,11 +58,11 @@ class _Page(HTMLParser):
 
 def test_text_has_the_sums_the_uses_and_the_findings(seen: Trace) -> None:
     lines = str(seen).splitlines()
-    assert lines[0] == "11 calls of ops, 11 casts of 109.1 KiB, 0 kept casts used, 5 findings"
+    assert lines[0] == "12 calls of ops, 11 casts of 109.1 KiB, 0 kept casts used, 5 findings"
     assert lines[2].split() == " ".join(COLUMNS).split()
     assert " ".join(lines[3].split()[:-1]) == "first linear lower_precision_fp native fp32x3 bf16 1 3 0 36.4 KiB"
     assert sum(line.startswith("* ") for line in lines) == 5 + len(seen.unseen)
-    assert repr(seen) == "<Trace: 11 calls, 11 casts, 5 findings>"
+    assert repr(seen) == "<Trace: 12 calls, 11 casts, 5 findings>"
 
 
 def test_a_trace_of_nothing_says_so() -> None:
@@ -85,7 +85,7 @@ def test_json_has_it_all(seen: Trace, tmp_path: Path) -> None:
     text = seen.to_json(tmp_path / "trace.json")
     data = json.loads((tmp_path / "trace.json").read_text())
     assert json.loads(text) == data == seen.to_dict()
-    assert data["totals"] == {"calls": 11, "casts": 11, "kept_used": 0, "cast_bytes": seen.cast_bytes}
+    assert data["totals"] == {"calls": 12, "casts": 11, "kept_used": 0, "cast_bytes": seen.cast_bytes}
     assert [use["op"] for use in data["uses"]] == [use.op for use in seen.uses]
     assert [finding["kind"] for finding in data["findings"]] == [finding.kind for finding in seen.findings]
     assert data["tables"]["cpu"]["fingerprint"] == mpamp.get_op_table("cpu").fingerprint

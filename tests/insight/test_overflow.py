@@ -122,6 +122,18 @@ def test_an_embedding_whose_gradients_underflow_is_named_with_the_scale_that_kee
     assert find_overflow(model, x, loss=loss, region=half(), least_share=None).first is None
 
 
+def test_a_report_names_no_more_than_eight_parameters_of_a_kind() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    nn.init.constant_(model[5].weight, 1e-7)
+    report = find_overflow(model, torch.ones(2, 4), loss=lambda y: y.mean(), region=half()).reports[0]
+    assert len(report.underflows) > 8
+    assert str(report).splitlines()[-1] == f"  and {len(report.underflows) - 8} more"
+    nn.init.constant_(model[5].weight, 6e4)
+    report = find_overflow(model, torch.full((2, 4), 50.0), loss=total, region=half()).reports[0]
+    assert len(report.parameters) > 8
+    assert str(report).splitlines()[-1].endswith(f" and {len(report.parameters) - 8} more")
+
+
 def test_a_nan_in_a_parameter_is_said_to_be_older_than_the_step() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     with torch.no_grad():

@@ -212,6 +212,9 @@ def test_a_bad_module_among_two_hundred_is_found() -> None:
     assert '[modules]\n"blocks.23.2" = "fp32"' in found.to_toml()
     assert found.table == get_op_table("cpu")
     assert all("forward" not in vars(module) for module in model.modules())
+    with mpamp.module_rules(model, found.to_toml()) as rules, mpamp.autocast("cpu", torch.float16):
+        assert list(rules.rules) == ["blocks.23.2"]
+        assert abs(model(torch.full((8,), 0.5)).item() - found.reference) <= found.tolerance
 
 
 def test_two_bad_modules_are_found_together() -> None:

@@ -193,6 +193,38 @@ def test_a_compiled_graph_is_listed_once() -> None:
     assert any("compiled" in line for line in seen.unseen)
 
 
+def test_a_compiled_graph_has_its_modules_names_and_the_casts_of_its_code() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.rest = torch.nn.Linear(64, 64), torch.nn.Sequential(torch.nn.Linear(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rest(self.first(x).float())
+
+    model = Model()
+    torch._dynamo.reset()
+    with mpamp.autocast("cpu", BRAIN):
+        seen = mpamp.explain(torch.compile(model, backend="aot_eager", fullgraph=True), torch.randn(32, 64))
+    torch._dynamo.reset()
+    assert {(use.module, use.op, use.calls, use.casts) for use in seen.uses if use.phase == "compiled"} == {
+        ("first", "aten::linear", 1, 3),
+        ("rest.0", "aten::linear", 1, 3),
+        ("", "aten::_to_copy", 1, 0),
+    }
+
+
+@pytest.mark.parametrize("history", [-1, 1.5, "all"])
+def test_a_history_that_can_not_be_is_refused(history: Any) -> None:
+    with pytest.raises(ValueError, match="a number of at least 0"):
+        mpamp.trace(history)
+
+
+def test_what_is_no_module_is_not_explained() -> None:
+    with pytest.raises(TypeError, match=r"explain takes a torch\.nn\.Module, got function"):
+        mpamp.explain(lambda x: x, torch.ones(2))  # type: ignore[arg-type]
+
+
 def test_a_trace_has_nothing_compiled_anew() -> None:
     model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()), torch.randn(32, 64)
     torch._dynamo.reset()
