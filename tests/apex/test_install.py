@@ -40,7 +40,8 @@ BLOCKS = {
     """,
     "attributes": """
         import apex
-        assert apex.parallel.convert_syncbn_model and apex.parallel.DistributedDataParallel and apex.parallel.SyncBatchNorm
+        assert apex.parallel.convert_syncbn_model and apex.parallel.DistributedDataParallel
+        assert apex.parallel.SyncBatchNorm and apex.parallel.LARC and apex.parallel.Reducer
         assert apex.amp.initialize and apex.optimizers.FusedAdam and apex.normalization.FusedLayerNorm
         assert apex.fp16_utils.FP16_Optimizer and apex.mlp.MLP and apex.multi_tensor_apply.multi_tensor_applier
     """,
@@ -129,7 +130,12 @@ BLOCKS = {
         from apex.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb
     """,
     "dense": "from apex.mlp import MLP\nfrom apex.fused_dense import FusedDense, FusedDenseGeluDense",
-    "RNN": "from apex import RNN\nfrom apex.RNN import LSTM, mLSTM\nfrom apex.RNN.models import GRU\nassert RNN.LSTM is LSTM",
+    "RNN": """
+        from apex import RNN
+        from apex.RNN import LSTM, mLSTM
+        from apex.RNN.models import GRU
+        assert RNN.LSTM is LSTM
+    """,
     "megatron": """
         HAVE_APEX = True
         try:

@@ -16,8 +16,10 @@ from ..errors import AmpAssertionError
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """Batch norm whose statistics are those of all processes' batches; torch's kernels where it has any.
+
+    It is no ``torch.nn.SyncBatchNorm``, which torch's data parallelism refuses on a processor.
 
     Args:
         num_features: Channels.
@@ -46,8 +48,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
-        self.channel_last, self.fuse_relu = channel_last, fuse_relu
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group, self.channel_last, self.fuse_relu = process_group, channel_last, fuse_relu
+
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def _specify_process_group(self, process_group: Any) -> None:
         self.process_group = process_group
@@ -64,7 +69,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """
         moves = self.channel_last and input.dim() > 2
         x = input.movedim(-1, 1) if moves else input
-        out = self._joint(x) if self._has_others() and not _is_torchs(x) else super().forward(x)
+        if not self._has_others():
+            out = super().forward(x)
+        else:
+            out = nn.SyncBatchNorm.forward(self, x) if _is_torchs(x) else self._joint(x)  # type: ignore[arg-type]
         out = out.movedim(1, -1) if moves else out
         if z is not None:
             out = out + z

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,6 +18,10 @@ from ..errors import AmpNotImplementedError, AmpValueError
 __all__ = ["DistributedDataParallel", "Reducer", "flat_dist_call"]
 
 _MEBIBYTE = 2.0**20
+_NAMES = ("forward_sync_buffers", "broadcast_buffers")
+_PARAMETERS = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+_FORWARD_SYNC = next(name for name in _NAMES if name in _PARAMETERS)
+"""torch 2.13's name of the argument, or the one before."""
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -78,8 +83,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         super().__init__(
             module,
             bucket_cap_mb=message_size * size / _MEBIBYTE,
-            broadcast_buffers=False,
             process_group=allreduce_communicators[0][0] if allreduce_communicators else None,
+            **{_FORWARD_SYNC: False},
         )
         self.delay_allreduce = delay_allreduce
         self._reduction = _Reduction(
@@ -92,7 +97,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(self._queue)
         elif not self._reduction.is_torchs():
-            self.register_comm_hook(self._reduction, _Reduction.hook)
+            # torch reads a hook's annotations, and as strings it takes none.
+            self.register_comm_hook(self._reduction, lambda reduction, bucket: reduction.hook(bucket))
 
     @property
     def allreduce_buffers(self) -> Any:

@@ -98,7 +98,13 @@ def adam(lr=1e-3, correct=True, betas=(0.9, 0.999), eps=1e-8, decoupled=True, de
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("capturable", [True, False])
 def test_adam(correct, decoupled, decay, capturable):
-    options = dict(lr=0.05, bias_correction=correct, adam_w_mode=decoupled, weight_decay=decay, betas=(0.8, 0.95))
+    options = {
+        "lr": 0.05,
+        "bias_correction": correct,
+        "adam_w_mode": decoupled,
+        "weight_decay": decay,
+        "betas": (0.8, 0.95),
+    }
     found, optimizer = run(lambda params: FusedAdam(params, capturable=capturable, **options))
     close(found, by_formula(adam(0.05, correct, (0.8, 0.95), 1e-8, decoupled, decay)))
     assert int(optimizer.param_groups[0]["step"]) == STEPS
@@ -243,7 +249,7 @@ def lamb(lr=1e-3, correct=True, decoupled=True, decay=0.01, average=True, most=1
 @pytest.mark.parametrize(("decay", "nvlamb"), [(0.0, False), (0.0, True), (0.2, False)])
 @pytest.mark.parametrize(("correct", "average", "most"), [(True, True, 1.0), (False, False, 100.0)])
 def test_lamb(cls, decoupled, decay, nvlamb, correct, average, most):
-    options = dict(bias_correction=correct, grad_averaging=average, max_grad_norm=most, adam_w_mode=decoupled)
+    options = {"bias_correction": correct, "grad_averaging": average, "max_grad_norm": most, "adam_w_mode": decoupled}
     found, _ = run(lambda p: cls(p, lr=0.05, weight_decay=decay, use_nvlamb=nvlamb, **options))
     close(found, by_formula(lamb(0.05, correct, decoupled, decay, average, most, nvlamb)))
 
@@ -266,7 +272,7 @@ def test_lamb_leaves_gradients_alone():
 
 
 def test_mixed_precision_lamb_steps_float32_masters():
-    options = dict(lr=1e-3, reduced_precision_dtype=torch.bfloat16)
+    options = {"lr": 1e-3, "reduced_precision_dtype": torch.bfloat16}
     found, optimizer = run(lambda p: FusedMixedPrecisionLamb(p, **options), torch.bfloat16, steps=6)
     wanted = by_formula(lamb(), torch.bfloat16, steps=6)
     masters = [optimizer.state[p]["master"] for p in optimizer.param_groups[0]["params"]]
@@ -308,7 +314,7 @@ def test_novograd(inside, norm_type, zero, correct, average, decay):
             out.append(new)
         return out
 
-    options = dict(reg_inside_moment=inside, norm_type=norm_type, init_zero=zero, bias_correction=correct)
+    options = {"reg_inside_moment": inside, "norm_type": norm_type, "init_zero": zero, "bias_correction": correct}
     make = lambda p: FusedNovoGrad(  # noqa: E731
         p, lr, betas=(beta1, beta2), weight_decay=decay, grad_averaging=average, **options
     )
