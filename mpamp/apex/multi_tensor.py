@@ -57,8 +57,9 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, 
     Sets ``noop_flag`` to 1 if an input has an inf or NaN; doesn't wait for the device.
     """
     sources, targets = map(list, tensor_lists)
-    _flag(noop_flag, sources)
-    _write(targets, torch._foreach_mul(_wide(sources), scale))
+    if sources:
+        _flag(noop_flag, sources)
+        torch._foreach_copy_(targets, torch._foreach_mul(_wide(sources), scale))
 
 
 @torch.no_grad()
@@ -70,8 +71,10 @@ def multi_tensor_axpby(
     Sets ``noop_flag`` to 1 if the first (``arg_to_check`` 0), the second (1) or either (-1) has an inf or NaN.
     """
     xs, ys, targets = map(list, tensor_lists)
-    _flag(noop_flag, {0: xs, 1: ys}.get(arg_to_check, xs + ys))
-    _write(targets, torch._foreach_add(torch._foreach_mul(_wide(xs), a), torch._foreach_mul(_wide(ys), b)))
+    if xs:
+        _flag(noop_flag, {0: xs, 1: ys}.get(arg_to_check, xs + ys))
+        totals = torch._foreach_add(torch._foreach_mul(_wide(xs), a), torch._foreach_mul(_wide(ys), b))
+        torch._foreach_copy_(targets, totals)
 
 
 @torch.no_grad()
@@ -113,11 +116,5 @@ def _wide(tensors: list[Tensor]) -> list[Tensor]:
 
 def _flag(noop_flag: Tensor, tensors: list[Tensor]) -> None:
     """Raise a flag on its device if a tensor has an inf or NaN."""
-    if tensors:
-        norms = torch.stack([norm.to(noop_flag.device) for norm in torch._foreach_norm(_wide(tensors), float("inf"))])
-        noop_flag.masked_fill_(~torch.isfinite(norms).all(), 1)
-
-
-def _write(targets: list[Tensor], values: Sequence[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_([target.detach() for target in targets], list(values))
+    norms = [norm.to(noop_flag.device) for norm in torch._foreach_norm(_wide(tensors), float("inf"))]
+    noop_flag.masked_fill_(~torch.isfinite(torch.stack(norms)).all(), 1)

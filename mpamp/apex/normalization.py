@@ -41,8 +41,14 @@ def _wide(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
+def _is_mixed(input: Tensor, weight: Tensor | None) -> bool:
+    """Tell whether dtypes differ, and no region is there to decide."""
+    is_alike = weight is None or weight.dtype is input.dtype
+    return not is_alike and not torch.is_autocast_enabled(input.device.type)
+
+
 def _layer_norm(input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    if weight is not None and weight.dtype is not input.dtype:
+    if _is_mixed(input, weight):
         wide, weight, bias = _wide(input, weight, bias)
         assert wide is not None
         return F.layer_norm(wide, _shape(shape), weight, bias, eps)
@@ -50,7 +56,7 @@ def _layer_norm(input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor
 
 
 def _rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
-    if weight is not None and weight.dtype is not input.dtype:
+    if _is_mixed(input, weight):
         wide, weight = _wide(input, weight)
         assert wide is not None
         return F.rms_norm(wide, _shape(shape), weight, eps)
@@ -81,7 +87,8 @@ def fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Return the layer norm over the last dimensions in the input's dtype; same shape."""
-    return _layer_norm(input, normalized_shape, weight, bias, eps).to(_result(input, weight))
+    out = _layer_norm(input, normalized_shape, weight, bias, eps)
+    return out.to(input.dtype) if _is_mixed(input, weight) else out
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -110,7 +117,8 @@ def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Return the RMS norm along the last dimensions in the input's dtype; same shape."""
-    return _rms_norm(input, normalized_shape, weight, eps).to(_result(input, weight))
+    out = _rms_norm(input, normalized_shape, weight, eps)
+    return out.to(input.dtype) if _is_mixed(input, weight) else out
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -127,11 +135,6 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
     if weight is None:
         return out
     return weight * (out.to(weight.dtype) if weight.dtype.itemsize < 4 else out)
-
-
-def _result(input: Tensor, weight: Tensor) -> torch.dtype | None:
-    """Return what a norm's output is cast to: nothing where its dtypes agree, and a region may have decided."""
-    return None if input.dtype is weight.dtype else input.dtype
 
 
 # -- Modules -----------------------------------------------------------------------------------------
