@@ -9,6 +9,7 @@ from torch import nn
 from mpamp.apex import amp
 from mpamp.apex.dense import MLP, DenseNoBias, FusedDense, FusedDenseGeluDense
 from mpamp.apex.errors import AmpTypeError
+from mpamp.apex.normalization import FusedLayerNorm
 
 ACTIVATIONS = {"none": nn.Identity, "relu": nn.ReLU, "sigmoid": nn.Sigmoid}
 
@@ -62,3 +63,23 @@ def test_dense():
     assert len(list(both.parameters())) == 4
     with pytest.raises(AmpTypeError, match="bias"):
         FusedDenseGeluDense(4, 6, 5, bias=False)
+
+
+def test_layers_of_apexs_take_float32_where_another_method_than_forward_calls_them():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.norm, self.head = FusedDense(4, 4), FusedLayerNorm(4), MLP([4, 2])
+
+        def encode(self, x):
+            return self.head(self.norm(self.body(x)))
+
+        def forward(self, x):
+            return self.encode(x)
+
+    model = Model()
+    wanted = model(torch.ones(1, 4)).detach()
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    found = model.encode(torch.ones(1, 4))
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.float(), wanted, rtol=0.05, atol=0.05)

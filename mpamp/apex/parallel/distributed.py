@@ -80,12 +80,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if gradient_average_split_factor is not None:
             gradient_predivide_factor = gradient_average_split_factor
         size = max((p.element_size() for p in module.parameters()), default=4)
-        super().__init__(
-            module,
-            bucket_cap_mb=message_size * size / _MEBIBYTE,
-            process_group=allreduce_communicators[0][0] if allreduce_communicators else None,
-            **{_FORWARD_SYNC: False},
-        )
+        options: dict[str, Any] = {"bucket_cap_mb": message_size * size / _MEBIBYTE, _FORWARD_SYNC: False}
+        if allreduce_communicators:
+            options["process_group"] = allreduce_communicators[0][0]
+        super().__init__(module, **options)
         self.delay_allreduce = delay_allreduce
         self._reduction = _Reduction(
             self.process_group, gradient_average, gradient_predivide_factor, allreduce_always_fp32
