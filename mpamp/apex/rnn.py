@@ -260,13 +260,9 @@ class bidirectionalRNN(_Layers):
         return torch.cat([first, second], -1), tuple(hidden)
 
 
-def _layered(first: RNNCell, num_layers: int, dropout: float, bidirectional: bool) -> _Layers:
-    made: Any = bidirectionalRNN if bidirectional else stackedRNN
-    layers: _Layers = made(first, num_layers, dropout)
-    return layers
+def _maker(name: str, first: Callable[[int, int, bool, int | None], RNNCell]) -> Callable[..., _Layers]:
+    """Return what makes layers, given what makes the first one's cell."""
 
-
-def _maker(name: str, gates: int, cell: Cell, states: int) -> Callable[..., _Layers]:
     def make(
         input_size: int,
         hidden_size: int,
@@ -277,29 +273,20 @@ def _maker(name: str, gates: int, cell: Cell, states: int) -> Callable[..., _Lay
         bidirectional: bool = False,
         output_size: int | None = None,
     ) -> _Layers:
-        first = RNNCell(gates, input_size, hidden_size, cell, states, bias, output_size)
-        return _layered(first, num_layers, dropout, bidirectional)
+        layers: Callable[..., _Layers] = bidirectionalRNN if bidirectional else stackedRNN
+        return layers(first(input_size, hidden_size, bias, output_size), num_layers, dropout)
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = f"Return layers of {name} cells; ``batch_first`` and ``dropout`` are without effect, as in apex."
     return make
 
 
-LSTM = _maker("LSTM", 4, _lstm, 2)
-GRU = _maker("GRU", 3, _gru, 1)
-ReLU = _maker("ReLU", 1, _relu, 1)
-Tanh = _maker("Tanh", 1, _tanh, 1)
+def _cells(gates: int, cell: Cell, states: int) -> Callable[[int, int, bool, int | None], RNNCell]:
+    return lambda into, hidden, bias, out: RNNCell(gates, into, hidden, cell, states, bias, out)
 
 
-def mLSTM(
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    bias: bool = True,
-    batch_first: bool = False,
-    dropout: float = 0,
-    bidirectional: bool = False,
-    output_size: int | None = None,
-) -> _Layers:
-    """Return layers of multiplicative LSTM cells; ``batch_first`` and ``dropout`` are without effect, as in apex."""
-    return _layered(mLSTMRNNCell(input_size, hidden_size, bias, output_size), num_layers, dropout, bidirectional)
+LSTM = _maker("LSTM", _cells(4, _lstm, 2))
+GRU = _maker("GRU", _cells(3, _gru, 1))
+ReLU = _maker("ReLU", _cells(1, _relu, 1))
+Tanh = _maker("Tanh", _cells(1, _tanh, 1))
+mLSTM = _maker("mLSTM", mLSTMRNNCell)

@@ -9,7 +9,10 @@ import torch
 
 from tests.ranks import reports_of_two
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
+]
 
 WORKER = Path(__file__).parents[1] / "two_ranks.py"
 TRAINED = ["O0", "O2", "O2 delayed", "O2 float32", "O4", "O5"]
