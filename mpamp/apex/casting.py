@@ -20,6 +20,7 @@ __all__ = ["ForwardCast", "cast_forward", "cast_layers", "cast_module", "cast_tr
 
 _ATTRIBUTE = "_mpamp_forward_cast"
 _MARK = "_mpamp_casting"
+_LAYERS = ("torch.nn.modules.", f"{__package__}.")
 _OPAQUE = (str, bytes, nn.Module, torch.dtype, torch.device, torch.Generator, type, types.ModuleType)
 
 
@@ -117,13 +118,13 @@ def cast_forward(model: nn.Module, cast: ForwardCast) -> None:
 
 
 def cast_layers(model: nn.Module) -> None:
-    """Have torch's own layers in a model cast their arguments to their weights' dtype, where that is lower precision.
+    """Have torch's own layers, and apex's, cast their arguments to their weights' dtype, where it is lower precision.
 
     The two would not meet otherwise where a layer is reached by another way than the model's ``forward``.
     """
     for module in model.modules():
         own = {p.dtype for p in module._parameters.values() if p is not None and p.is_floating_point()}
-        is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, LazyModuleMixin)
+        is_torchs = type(module).__module__.startswith(_LAYERS) and not isinstance(module, LazyModuleMixin)
         if module is not model and is_torchs and len(own) == 1 and own <= LOW:
             cast_forward(module, ForwardCast(own.pop(), None))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import engine
 from ..devices.registry import devices_in_use
 from . import ambient, blocks, distributed
-from . import optimizers as _optimizers
+from . import attachment as _attachment
 from .casting import (
     ForwardCast,
     cast_forward,
@@ -24,8 +24,9 @@ from .casting import (
 )
 from .checkpoint import load_state_dict
 from .errors import AmpTypeError, AmpUsageError
+from .fp16_utils.optimizer import FP16_Optimizer
 from .handle import init
-from .holding import is_optimizer
+from .holding import is_optimizer, with_wrapped
 from .masters import forget, master_of
 from .masterstash import refuse_dtype
 from .properties import Properties, choose
@@ -148,7 +149,7 @@ def _remembered() -> Callable[[], None]:
     """Return what puts everything that the process shares back as it is now."""
     values, regions, served = dict(vars(state)), ambient.now(), distributed.is_served()
     casts = {model: list(cast.handles) for model, cast in _models.items()}
-    attached = _optimizers.attached()
+    attached = _attachment.attached()
 
     def put_back() -> None:
         ambient.put_back(regions)
@@ -159,7 +160,7 @@ def _remembered() -> Callable[[], None]:
                 cast.handles[:] = casts[model]
             else:
                 del _models[model]
-        _optimizers.only_attached(attached)
+        _attachment.only_attached(attached)
         if not served:
             distributed.leave_data_parallel()
 
@@ -220,7 +221,13 @@ def _check_models(models: list[nn.Module], *, is_cast: bool) -> None:
 
 def _check_optimizers(optimizers: list[Any], models: list[nn.Module] | None) -> None:
     """Refuse optimizers that amp can't take; ``models`` are those that it casts, where it keeps master weights."""
-    _optimizers.refuse_attached(optimizers)
+    for optimizer in optimizers:
+        if any(isinstance(each, FP16_Optimizer) for each in with_wrapped(optimizer)):
+            raise AmpUsageError(
+                "an FP16_Optimizer has masters and a loss scale of its own: give amp.initialize the optimizer inside "
+                "of it, or train without amp, by optimizer.backward(loss)."
+            )
+    _attachment.refuse_attached(optimizers)
     if models is None:
         return
     of_models = {id(p) for model in models for p in model.parameters()}
@@ -250,10 +257,10 @@ def _cast(models: list[nn.Module], optimizers: list[Any], properties: Properties
                 _models[model].handles = follow_state_dicts(model)
         if dtype is not None or outputs is not None:
             outputs = outputs or (None if dtype is None else torch.float32)
-            before = _optimizers.catch_up if properties.master_weights else None
+            before = _attachment.catch_up if properties.master_weights else None
             cast_forward(model, ForwardCast(dtype, outputs, before=before))
     for optimizer in optimizers:
-        _optimizers.attach(optimizer, exact)
+        _attachment.attach(optimizer, exact)
     distributed.serve_data_parallel()
 
 
@@ -280,7 +287,7 @@ def shutdown() -> None:
     ambient.withdraw()
     for device in devices_in_use():
         engine.tidy(device)
-    for attachment in _optimizers.attached():
+    for attachment in _attachment.attached():
         attachment.stop()
     for model, cast in list(_models.items()):
         _restore(model, cast)

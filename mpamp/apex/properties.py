@@ -35,6 +35,13 @@ class OptLevel:
     options: Mapping[str, Any] = field(default_factory=dict)
     is_process_wide: bool = False
     """Whether it casts the arguments of functions, process-wide, and leaves models as they are."""
+    more: str = ""
+    """apex's longer text; docs/migrating-from-apex.md has it."""
+
+    def __call__(self, properties: Properties) -> Properties:
+        """Set the options, and return what they were set in."""
+        properties.apply(self)
+        return properties
 
 
 def _level(name: str, brief: str, model: Any, *, patch: Any = None, masters: Any, bn: Any, scale: Any) -> OptLevel:

@@ -10,9 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from ..engine.casts.cache import clear_cache
+from .attachment import stash_of
 from .errors import AmpIndexError, AmpUsageError
 from .holding import is_optimizer
-from .optimizers import stash_of
 from .scaler import LossScaler
 from .stash import Stash
 from .state import state

@@ -78,6 +78,8 @@ class LossScaler:
         self._unskipped = 0
         self._has_overflow = False
         self._found: list[Tensor] = []
+        self._overflow_buf: Tensor | None = None
+        """A flag that scripts put here, which counts as an overflow that was found."""
         self._warned_floor = False
         self.skips = 0
         """Steps that were skipped because of this scale."""
@@ -89,6 +91,8 @@ class LossScaler:
     def clear_overflow_state(self) -> None:
         """Forget the overflow of earlier backward passes."""
         self._has_overflow, self._found = False, []
+        if self._overflow_buf is not None:
+            self._overflow_buf.zero_()
 
     def unscale_(self, grads: Sequence[Tensor], scale: float | None = None, *, check: bool = True) -> None:
         """Divide gradients by the scale, in place; remember on their device whether one was inf or NaN."""
@@ -141,7 +145,8 @@ class LossScaler:
 
         Waits for the device, once for each device that gradients are on, if the scale is dynamic.
         """
-        self._has_overflow = any(bool(found) for found in self._found) if self.dynamic else False
+        flags = self._found if self._overflow_buf is None else [*self._found, self._overflow_buf]
+        self._has_overflow = any(bool(flag) for flag in flags) if self.dynamic else False
         self._found = []
         if not self.dynamic:
             self._unskipped += 1

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mpamp.apex
-from mpamp.apex import ambient, amp, initialize, masters, optimizers
+from mpamp.apex import ambient, amp, attachment, initialize, masters
 from tests.apex import odd
 from tests.apex.training import LEVELS, data, net, sgd, start, step
 
@@ -82,7 +82,7 @@ def look(model, optimizer):
         "groups": [[(id(g), list(g), [id(p) for p in g["params"]]) for g in o.param_groups] for o in inner],
         "state": [[(id(k), {n: id(x) for n, x in v.items()}) for k, v in o.state.items()] for o in inner],
         "amp": {k: id(v) for k, v in vars(amp._amp_state).items()},
-        "registries": (list(initialize._models), set(map(id, optimizers.attached()))),
+        "registries": (list(initialize._models), set(map(id, attachment.attached()))),
         "torch": (
             [original is getattr(owner, name) for (owner, name), original in ORIGINALS.items()],
             list(torch.nn.modules.module._global_forward_pre_hooks.values()),
