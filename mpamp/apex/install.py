@@ -8,6 +8,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from .. import children
 from .errors import DeprecatedFeatureWarning
 
 __all__ = ["install", "uninstall"]
@@ -21,11 +22,12 @@ _SUBMODULES = {
     "apex.amp.scaler": "mpamp.apex.scaler",
 }
 _ABSENT = object()
+_CHILDREN = "mpamp.apex:install"
 _replaced: dict[str, Any] = {}
 
 
 def install() -> ModuleType:
-    """Have ``from apex import amp`` give ``mpamp.apex.amp``, in this process; return ``apex.amp``.
+    """Have ``from apex import amp`` give ``mpamp.apex.amp``, here and in Python processes that are started; return ``apex.amp``.
 
     An apex that is installed stays ``apex``, and only its ``amp`` is replaced: the last ones have none.
     Calling it again does nothing.
@@ -53,6 +55,7 @@ def install() -> ModuleType:
     for name, ours in _SUBMODULES.items():
         _replaced[name] = sys.modules.get(name, _ABSENT)
         sys.modules[name] = importlib.import_module(ours)
+    children.announce(_CHILDREN)
     return amp
 
 
@@ -60,6 +63,7 @@ def uninstall() -> None:
     """Undo ``install``; again does nothing."""
     if not _replaced:
         return
+    children.withdraw(_CHILDREN)
     host, before = sys.modules["apex"], _replaced.pop("apex.amp attribute")
     if before is _ABSENT:
         vars(host).pop("amp", None)

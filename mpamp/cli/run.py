@@ -13,7 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import mpamp
-from mpamp.apex import install
+from mpamp import children, standins
+from mpamp import apex as drop_in
 from mpamp.cli.running import run_script
 from mpamp.devices.registry import device_state
 from mpamp.errors import PluginConflictError, PluginLoadError
@@ -77,9 +78,21 @@ def run(
     else:
         program = module
     redirection = _redirection(device_name)
-    install()
+    standins.install(persistent_cache=persistent_cache)
+    drop_in.install()
+    if table is not None:
+        _use_table(table)
     with redirection:
         run_script(program, arguments)
+
+
+def _use_table(file: Path) -> None:
+    path = str(file.resolve())
+    try:
+        standins.use_table(path)
+    except mpamp.MpampError as error:
+        raise click.BadParameter(str(error), param_hint="--ops") from error
+    children.announce("mpamp.standins:use_table", path=path)
 
 
 def _redirection(name: str | None) -> AbstractContextManager[Any]:

@@ -1,0 +1,153 @@
+"""``torch.autocast`` as it is, class, arguments and attributes, with regions of mpamp's when it is entered.
+
+The class stays torch's own, so that whoever has it by whatever name, or has derived from it, has ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..devices.registry import device_state
+from ..engine.compiling import is_dynamo_compiling
+from ..engine.entries import enter, leave
+from ..errors import MpampError
+from ..regions.decorating import decorate
+from ..regions.region import Region, autocast
+from .callers import is_torchs_frame
+
+__all__ = ["REGIONS", "region_of"]
+
+_AUTOCAST: Any = torch.amp.autocast_mode.autocast
+_UNMANAGED: Any = torch.amp.autocast_mode._UnmanagedAutocast
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+class _Entered(threading.local):
+    """What the calling thread has entered by torch's names: each object, its region, and whether that changed a dtype."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[Any, Region, bool]] = []
+
+
+class _Regions:
+    """What is replaced in ``torch.autocast``, and the way back."""
+
+    def __init__(self) -> None:
+        self.persistent_cache = False
+        self._own: dict[str, Any] = {}
+        self._entered = _Entered()
+        self._open: dict[int, tuple[Any, Region, bool]] = {}
+        """What all threads have entered."""
+
+    def install(self) -> None:
+        if not self._own:
+            own = {name: vars(_AUTOCAST)[name] for name in ("__enter__", "__exit__", "__call__")}
+            if not hasattr(own["__exit__"], "_mpamp_own"):
+                _AUTOCAST.__exit__ = self._exit(own["__exit__"])
+            else:  # a thread was in a region at the last uninstall
+                own["__exit__"] = own["__exit__"]._mpamp_own
+            self._own = own
+            _AUTOCAST.__enter__ = self._enter(own["__enter__"])
+            _AUTOCAST.__call__ = _call(own["__call__"])
+
+    def uninstall(self) -> None:
+        own, self._own = self._own, {}
+        for name in own.keys() - {"__exit__"}:
+            setattr(_AUTOCAST, name, own[name])
+        self._put_back_exit()
+
+    def _put_back_exit(self) -> None:
+        """Put torch's ``__exit__`` back unless a thread is in a region that only ours can end."""
+        ours = vars(_AUTOCAST)["__exit__"]
+        if not self._own and not self._open and hasattr(ours, "_mpamp_own"):
+            _AUTOCAST.__exit__ = ours._mpamp_own
+
+    def _enter(self, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(own)
+        def __enter__(instance: Any) -> Any:
+            if type(instance) is _UNMANAGED or is_dynamo_compiling() or is_torchs_frame(1):
+                return own(instance)
+            region = region_of(instance, self.persistent_cache)
+            if region is None:
+                return own(instance)
+            changes_dtype = not instance._enabled and instance.fast_dtype is not _dtype(instance)
+            entry = (instance, region, changes_dtype)
+            self._open[id(entry)] = entry
+            try:
+                region.__enter__()
+            except BaseException:
+                del self._open[id(entry)]
+                raise
+            self._entered.all.append(entry)
+            if changes_dtype:
+                enter(entry, [(torch.set_autocast_dtype, instance.device, instance.fast_dtype)])
+            return instance
+
+        return __enter__
+
+    def _exit(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def __exit__(instance: Any, *error: Any) -> Any:
+            entered = self._entered.all
+            at = next((i for i in range(len(entered) - 1, -1, -1) if entered[i][0] is instance), None)
+            if at is None:
+                return own(instance, *error)
+            entry = entered.pop(at)
+            _, region, changes_dtype = entry
+            if changes_dtype:
+                leave(entry)
+            region.__exit__(*error)
+            del self._open[id(entry)]
+            self._put_back_exit()
+            return False
+
+        __exit__._mpamp_own = own  # type: ignore[attr-defined]
+        return __exit__
+
+
+REGIONS = _Regions()
+_present: set[str] = set()
+
+
+def region_of(instance: Any, persistent_cache: bool) -> Region | None:
+    """Return the region that an object of ``torch.autocast`` stands for; None where torch's own is to be entered.
+
+    That is where no backend serves its device, or not in its dtype, and where torch goes on without a device.
+    """
+    try:
+        if instance.device not in _present:
+            if not device_state(instance.device).backend.is_available():
+                return None
+            _present.add(instance.device)
+        return autocast(
+            instance.device,
+            instance.fast_dtype,
+            bool(instance._enabled),
+            bool(instance._cache_enabled),
+            persistent_cache=persistent_cache,
+        )
+    except MpampError:
+        return None
+
+
+def _dtype(instance: Any) -> torch.dtype:
+    return torch.get_autocast_dtype(instance.device)
+
+
+def _call(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return torch's decorator, with functions whose body runs in steps in their region too."""
+
+    @functools.wraps(own)
+    def __call__(instance: Any, func: Any) -> Any:
+        steps = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(runs_in_steps(func) for runs_in_steps in steps):
+            return decorate(func, lambda: instance)
+        return own(instance, func)
+
+    return __call__
