@@ -27,7 +27,7 @@ _replaced: dict[str, Any] = {}
 
 
 def install() -> ModuleType:
-    """Have ``from apex import amp`` give ``mpamp.apex.amp``, here and in Python processes that are started; return ``apex.amp``.
+    """Have ``from apex import amp`` give ``mpamp.apex.amp``, in child processes too; return ``apex.amp``.
 
     An apex that is installed stays ``apex``, and only its ``amp`` is replaced: the last ones have none.
     Calling it again does nothing.

@@ -87,7 +87,7 @@ def _contexts(variable: Any, tx: Any) -> Any:
 
 
 def _forget_compiled_code() -> None:
-    dynamo = sys.modules.get("torch._dynamo")
+    dynamo: Any = sys.modules.get("torch._dynamo")
     if hasattr(dynamo, "reset"):  # what is still being imported has compiled nothing
         dynamo.reset()
 

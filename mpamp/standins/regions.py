@@ -29,7 +29,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class _Entered(threading.local):
-    """What the calling thread has entered by torch's names: each object, its region, and whether that changed a dtype."""
+    """What the calling thread has entered: each object, its region, and whether a dtype was changed beside it."""
 
     def __init__(self) -> None:
         self.all: list[tuple[Any, Region, bool]] = []

@@ -20,7 +20,8 @@ from ..scaler.config import PluginMadeMeta
 __all__ = ["SCALERS"]
 
 _SCALER: Any = torch.amp.GradScaler
-_FORMS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler)
+_CPU: Any = torch.cpu.amp  # whose types leave its scaler out
+_FORMS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, _CPU.GradScaler)
 
 
 class _Named(GradScaler):
@@ -58,7 +59,7 @@ def _join(cls: type) -> type:
 
 def _remade(cls: type) -> Any:
     """Return a scaler without any state, for what was pickled or is copied."""
-    joined = _join(cls)
+    joined: Any = _join(cls)
     return joined.__new__(joined)
 
 
