@@ -40,78 +40,85 @@ class _Regions:
 
     def __init__(self) -> None:
         self.persistent_cache = False
-        self._own: dict[str, Any] = {}
-        self._entered = _Entered()
-        self._open: dict[int, tuple[Any, Region, bool]] = {}
+        self.entered = _Entered()
+        self.open: dict[int, tuple[Any, Region, bool]] = {}
         """What all threads have entered."""
+        self._own: dict[str, Any] = {}
 
     def install(self) -> None:
         if not self._own:
             own = {name: vars(_AUTOCAST)[name] for name in ("__enter__", "__exit__", "__call__")}
-            if not hasattr(own["__exit__"], "_mpamp_own"):
-                _AUTOCAST.__exit__ = self._exit(own["__exit__"])
-            else:  # a thread was in a region at the last uninstall
+            if hasattr(own["__exit__"], "_mpamp_own"):  # a thread was in a region at the last uninstall
                 own["__exit__"] = own["__exit__"]._mpamp_own
+            else:
+                _AUTOCAST.__exit__ = _exit(own["__exit__"])
             self._own = own
-            _AUTOCAST.__enter__ = self._enter(own["__enter__"])
+            _AUTOCAST.__enter__ = _enter(own["__enter__"])
             _AUTOCAST.__call__ = _call(own["__call__"])
 
     def uninstall(self) -> None:
         own, self._own = self._own, {}
         for name in own.keys() - {"__exit__"}:
             setattr(_AUTOCAST, name, own[name])
-        self._put_back_exit()
+        self.put_back_exit()
 
-    def _put_back_exit(self) -> None:
+    def put_back_exit(self) -> None:
         """Put torch's ``__exit__`` back unless a thread is in a region that only ours can end."""
         ours = vars(_AUTOCAST)["__exit__"]
-        if not self._own and not self._open and hasattr(ours, "_mpamp_own"):
+        if not self._own and not self.open and hasattr(ours, "_mpamp_own"):
             _AUTOCAST.__exit__ = ours._mpamp_own
-
-    def _enter(self, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @functools.wraps(own)
-        def __enter__(instance: Any) -> Any:
-            if type(instance) is _UNMANAGED or is_dynamo_compiling() or is_torchs_frame(1):
-                return own(instance)
-            region = region_of(instance, self.persistent_cache)
-            if region is None:
-                return own(instance)
-            changes_dtype = not instance._enabled and instance.fast_dtype is not _dtype(instance)
-            entry = (instance, region, changes_dtype)
-            self._open[id(entry)] = entry
-            try:
-                region.__enter__()
-            except BaseException:
-                del self._open[id(entry)]
-                raise
-            self._entered.all.append(entry)
-            if changes_dtype:
-                enter(entry, [(torch.set_autocast_dtype, instance.device, instance.fast_dtype)])
-            return instance
-
-        return __enter__
-
-    def _exit(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def __exit__(instance: Any, *error: Any) -> Any:
-            entered = self._entered.all
-            at = next((i for i in range(len(entered) - 1, -1, -1) if entered[i][0] is instance), None)
-            if at is None:
-                return own(instance, *error)
-            entry = entered.pop(at)
-            _, region, changes_dtype = entry
-            if changes_dtype:
-                leave(entry)
-            region.__exit__(*error)
-            del self._open[id(entry)]
-            self._put_back_exit()
-            return False
-
-        __exit__._mpamp_own = own  # type: ignore[attr-defined]
-        return __exit__
 
 
 REGIONS = _Regions()
+
+
+def _enter(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(own)
+    def __enter__(instance: Any) -> Any:
+        # Dynamo comes by for subclasses only, whose regions stay torch's in what it compiles.
+        if is_dynamo_compiling() or type(instance) is _UNMANAGED or is_torchs_frame(1):
+            return own(instance)
+        region = region_of(instance, REGIONS.persistent_cache)
+        if region is None:
+            return own(instance)
+        changes_dtype = not instance._enabled and instance.fast_dtype is not torch.get_autocast_dtype(instance.device)
+        entry = (instance, region, changes_dtype)
+        REGIONS.open[id(entry)] = entry
+        try:
+            region.__enter__()
+        except BaseException:
+            del REGIONS.open[id(entry)]
+            raise
+        REGIONS.entered.all.append(entry)
+        if changes_dtype:
+            enter(entry, [(torch.set_autocast_dtype, instance.device, instance.fast_dtype)])
+        return instance
+
+    return __enter__
+
+
+def _exit(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def __exit__(instance: Any, *error: Any) -> Any:
+        if is_dynamo_compiling():
+            return own(instance, *error)
+        entered = REGIONS.entered.all
+        at = next((i for i in range(len(entered) - 1, -1, -1) if entered[i][0] is instance), None)
+        if at is None:
+            return own(instance, *error)
+        entry = entered.pop(at)
+        _, region, changes_dtype = entry
+        if changes_dtype:
+            leave(entry)
+        region.__exit__(*error)
+        del REGIONS.open[id(entry)]
+        REGIONS.put_back_exit()
+        return False
+
+    __exit__._mpamp_own = own  # type: ignore[attr-defined]
+    return __exit__
+
+
 _present: set[str] = set()
 
 
@@ -134,10 +141,6 @@ def region_of(instance: Any, persistent_cache: bool) -> Region | None:
         )
     except MpampError:
         return None
-
-
-def _dtype(instance: Any) -> torch.dtype:
-    return torch.get_autocast_dtype(instance.device)
 
 
 def _call(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

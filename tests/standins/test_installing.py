@@ -54,7 +54,6 @@ def is_ours() -> bool:
 
 @pytest.fixture
 def before() -> Any:
-    import torch._dynamo
 
     return names()
 
