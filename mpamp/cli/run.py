@@ -77,13 +77,23 @@ def run(
         arguments = arguments[1:]
     else:
         program = module
-    redirection = _redirection(device_name)
-    standins.install(persistent_cache=persistent_cache)
-    drop_in.install()
+    redirection, reporting = _redirection(device_name), _reporting(report, program)
     if table is not None:
         _use_table(table)
-    with redirection:
+    standins.install(persistent_cache=persistent_cache)
+    drop_in.install()
+    with redirection, reporting:
         run_script(program, arguments)
+
+
+def _reporting(file: Path | None, program: Path | str) -> AbstractContextManager[Any]:
+    if file is None:
+        return nullcontext()
+    insight: Any = mpamp.insight
+    try:
+        return insight.reporting(file, str(program))  # type: ignore[no-any-return]
+    except mpamp.MpampError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def _use_table(file: Path) -> None:

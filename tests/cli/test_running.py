@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import mpamp
+import mpamp.apex
 from mpamp.cli.app import app
 from mpamp.cli.running import run_script
 
@@ -34,6 +36,9 @@ def _own_process(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    mpamp.uninstall()
+    mpamp.apex.uninstall()
 
 
 @pytest.fixture
