@@ -58,11 +58,11 @@ def install(*, persistent_cache: bool = False) -> Installation:
         A context manager that takes this call back when it is left.
 
     Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(4, 4)
-        >>> with install(), torch.autocast("cpu"):
-        ...     print(torch.fft.hfft2(model(torch.ones(2, 4))).dtype)  # which torch's own raises on
-        torch.float32
+        >>> import torch, mpamp
+        >>> with install():
+        ...     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        >>> isinstance(scaler, mpamp.GradScaler), scaler.history
+        (True, [])
     """
     installation = Installation(persistent_cache)
     with _lock:
