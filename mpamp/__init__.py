@@ -52,12 +52,16 @@ if TYPE_CHECKING:
     from .insight.overflow import OverflowFinder, find_overflow
     from .insight.search import search_precision
     from .insight.search_result import PrecisionSearch
+    from .standins import Installation, install, uninstall
 
 _LATER = {
+    "Installation": "standins",
     "OverflowFinder": "insight.overflow",
     "PrecisionSearch": "insight.search_result",
     "find_overflow": "insight.overflow",
+    "install": "standins",
     "search_precision": "insight.search",
+    "uninstall": "standins",
 }
 """Names for an occasion, whose modules are imported when they are first asked for."""
 
@@ -81,6 +85,7 @@ __all__ = [
     "Fp16GradientError",
     "GradScaler",
     "GradientOverflowError",
+    "Installation",
     "ModuleRuleError",
     "ModuleRules",
     "MpampError",
@@ -119,6 +124,7 @@ __all__ = [
     "get_backend",
     "get_op_table",
     "inherit_regions",
+    "install",
     "module_rules",
     "lower_precision_function",
     "promote_function",
@@ -129,6 +135,7 @@ __all__ = [
     "search_precision",
     "set_op_rules",
     "trace",
+    "uninstall",
     "unregister_float_function",
     "unregister_lower_precision_function",
     "unregister_op",

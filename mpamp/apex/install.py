@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from .. import children
 from .absent import INSTEAD, AbsentFinder, AbsentModule
 from .errors import DeprecatedFeatureWarning
 
@@ -64,13 +65,14 @@ MODULES: Mapping[str, str] = {
 """By apex's name of a module: ours. Each stands behind the package that it is in."""
 
 _ABSENT = object()
+_CHILDREN = "mpamp.apex:install"
 _replaced: dict[str, Any] = {}
 _attributes: list[tuple[Any, str, Any]] = []
 _finder = AbsentFinder()
 
 
 def install() -> ModuleType:
-    """Have ``from apex import amp`` give ``mpamp.apex.amp``, in this process; return ``apex.amp``.
+    """Have ``from apex import amp`` give ``mpamp.apex.amp``, in child processes too; return ``apex.amp``.
 
     ``MODULES`` are there too, and what else apex has can be imported and says at its first call what to use instead.
     An apex that is installed stays ``apex``, and only its ``amp`` is replaced: the last ones have none.
@@ -99,6 +101,7 @@ def install() -> ModuleType:
     for name in INSTEAD:
         if name.startswith("apex.amp."):  # which isn't a package, so that no finder is asked
             _put(name, AbsentModule(name))
+    children.announce(_CHILDREN)
     return amp
 
 
@@ -117,6 +120,9 @@ def _put(name: str, module: ModuleType) -> None:
 
 def uninstall() -> None:
     """Undo ``install``; again does nothing."""
+    if not _replaced:
+        return
+    children.withdraw(_CHILDREN)
     while _attributes:
         owner, name, before = _attributes.pop()
         if before is _ABSENT:

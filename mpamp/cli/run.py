@@ -1,10 +1,8 @@
-"""``mpamp run``: a script that imports apex, run as it is."""
+"""``mpamp run``: a script or a module, run as it is."""
 
 from __future__ import annotations
 
 import functools
-import runpy
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,38 +13,96 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import mpamp
-from mpamp.apex import install
+from mpamp import apex as drop_in
+from mpamp import children, standins
+from mpamp.cli.running import run_script
 from mpamp.devices.registry import device_state
 from mpamp.errors import PluginConflictError, PluginLoadError
 
 __all__ = ["run"]
 
-INTERRUPTED = 130
-"""The exit code of a process that Ctrl-C ended."""
+
+class _Program(click.Command):
+    """A command whose options end where the program begins: at a script, or after the module of ``-m``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with_value = {name for p in self.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
+        at = 0
+        while at < len(args) and args[at].startswith("-") and args[at] not in ("-m", "--"):
+            at += 2 if args[at] in with_value else 1
+        if args[at : at + 1] == ["-m"] and args[at + 1 :]:
+            args = [*args[: at + 2], "--", *args[at + 2 :]]
+        return super().parse_args(ctx, args)
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    cls=_Program,
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS] SCRIPT | -m MODULE",
+)
 @click.option(
     "--device", "device_name", help="Where tensors go that the script puts on a device which isn't on this machine."
 )
-@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--ops",
+    "table",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="An op table (TOML) for the whole program.",
+)
+@click.option("--persistent-cache", is_flag=True, help="Keep casts of weights from region to region.")
+@click.option(
+    "--report", type=click.Path(dir_okay=False, path_type=Path), help="Write a report of the run to this file."
+)
+@click.option("-m", "module", help="Run a module or package by its name, as python -m.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(device_name: str | None, script: Path, arguments: tuple[str, ...]) -> None:
-    """Run SCRIPT with its ARGUMENTS, and with mpamp's amp as `apex.amp`.
+@click.pass_context
+def run(
+    context: click.Context,
+    device_name: str | None,
+    table: Path | None,
+    persistent_cache: bool,
+    report: Path | None,
+    module: str | None,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run a script or module, which stays as it is, with mpamp's amp as `torch.amp` and as `apex.amp`.
 
-    The script stays as it is: `from apex import amp` and everything after it.
+    What comes after SCRIPT, or after `-m MODULE`, are its own arguments.
     """
-    redirection = _redirection(device_name)
-    install()
-    sys.argv = [str(script), *arguments]
-    sys.path[0:0] = [str(script.resolve().parent)]
+    program: Path | str
+    if module is None:
+        if not arguments:
+            raise click.UsageError("Missing argument 'SCRIPT', or -m MODULE.", context)
+        program = click.Path(exists=True, dir_okay=False, path_type=Path).convert(arguments[0], None, context)
+        arguments = arguments[1:]
+    else:
+        program = module
+    redirection, reporting = _redirection(device_name), _reporting(report, program)
+    if table is not None:
+        _use_table(table)
+    standins.install(persistent_cache=persistent_cache)
+    drop_in.install()
+    with redirection, reporting:
+        run_script(program, arguments)
+
+
+def _reporting(file: Path | None, program: Path | str) -> AbstractContextManager[Any]:
+    if file is None:
+        return nullcontext()
+    insight: Any = mpamp.insight
     try:
-        with redirection:
-            runpy.run_path(str(script), run_name="__main__")
-    except (EOFError, OSError, KeyboardInterrupt, click.ClickException, click.Abort, click.exceptions.Exit) as error:
-        # click takes these for its own, and hides them: end as Python does.
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+        return insight.reporting(file, str(program))  # type: ignore[no-any-return]
+    except mpamp.MpampError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _use_table(file: Path) -> None:
+    path = str(file.resolve())
+    try:
+        standins.use_table(path)
+    except mpamp.MpampError as error:
+        raise click.BadParameter(str(error), param_hint="--ops") from error
+    children.announce("mpamp.standins:use_table", path=path)
 
 
 def _redirection(name: str | None) -> AbstractContextManager[Any]:

@@ -32,7 +32,7 @@ from .decorating import decorate
 from .programs import contexts_of
 from .threads import serve_data_parallel
 
-__all__ = ["Region", "autocast"]
+__all__ = ["Region", "autocast", "traced_contexts"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Ops = Mapping[str, Any] | OpTable | None
@@ -156,6 +156,7 @@ def autocast(
     *,
     ops: Ops = None,
     persistent_cache: bool = False,
+    device_type: str | torch.device | None = None,
 ) -> Region:
     """Return a region in which eligible ops of one device run in lower precision, or in float32, by its op table.
 
@@ -172,8 +173,10 @@ def autocast(
         ops: Rules for this region only, on top of the device's table, such as ``{"softmax": "fp32"}``;
             or a whole ``OpTable``. Nested regions don't inherit them.
         persistent_cache: Keep casts of weights after the region too, until the weight changes or goes away.
+        device_type: The same as ``device``, by torch's name.
 
     Raises:
+        TypeError: Both ``device`` and ``device_type`` are given.
         UnknownDeviceError: No backend covers the device.
         UnsupportedDtypeError: The backend can't run regions in ``dtype``.
         OpTableError: A rule in ``ops`` is wrong.
@@ -187,8 +190,12 @@ def autocast(
         ...     print((a @ a).softmax(0).dtype)
         torch.float32
     """
+    if device_type is not None:
+        if device is not None:
+            raise TypeError("device and device_type are two names of one argument: give one of them.")
+        device = device_type
     if is_dynamo_compiling():
-        return traced(_traced_contexts(device, dtype, enabled, ops))  # type: ignore[return-value]
+        return traced(traced_contexts(device, dtype, enabled, ops))  # type: ignore[return-value]
     if device is None:
         device = _device_type(None)
     if cache_enabled is None:
@@ -263,6 +270,11 @@ class Region:
     def enabled(self) -> bool:
         """Whether the region casts at all."""
         return self._spec.enabled
+
+    @property
+    def keeps_casts(self) -> bool:
+        """Whether casts of weights are kept in the region."""
+        return bool(self._spec.args[3])
 
     def __enter__(self) -> Region:
         spec = self._spec
@@ -425,7 +437,7 @@ if CHECKS_REGIONS:
 
 
 @run_while_tracing
-def _traced_contexts(device: str | torch.device | None, dtype: torch.dtype | None, enabled: bool, ops: Ops) -> Contexts:
+def traced_contexts(device: str | torch.device | None, dtype: torch.dtype | None, enabled: bool, ops: Ops) -> Contexts:
     """Return the torch.autocast regions that carry a region of ours through a program."""
     spec = _region_of(device, dtype, enabled, True, ops, False)._spec
     if spec.version != spec.device.version:

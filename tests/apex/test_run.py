@@ -22,8 +22,10 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "apex_style" / "train_digits.
 
 
 @pytest.fixture
-def _uninstalled():
+def _uninstalled(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # a run puts another in its place
     yield
+    mpamp.uninstall()
     mpamp.apex.uninstall()
     assert "apex.amp" not in sys.modules
 

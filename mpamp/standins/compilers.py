@@ -1,0 +1,95 @@
+"""``torch.autocast`` in what Dynamo compiles: the same regions of torch's own that one of mpamp's is written as."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from ..importing import after_import
+from ..regions.region import traced_contexts
+from .callers import is_torchs
+from .regions import region_of
+
+__all__ = ["COMPILERS"]
+
+_MODULE = "torch._dynamo.variables.ctx_manager"
+
+
+class _Compilers:
+    """What is replaced in Dynamo's own region, once Dynamo is imported, and the way back."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+        self._own: dict[str, Any] = {}
+
+    def install(self) -> None:
+        if not self._is_on:
+            self._is_on = True
+            after_import(_MODULE, self._patch)
+            _forget_compiled_code()
+
+    def uninstall(self) -> None:
+        if not self._is_on:
+            return
+        self._is_on = False
+        if self._own:
+            variable = sys.modules[_MODULE].AutocastModeVariable
+            for name, function in self._own.items():
+                setattr(variable, name, function)
+            self._own = {}
+        _forget_compiled_code()
+
+    def _patch(self) -> None:
+        if self._is_on and not self._own:
+            variable = sys.modules[_MODULE].AutocastModeVariable
+            self._own = {name: vars(variable)[name] for name in ("enter", "exit")}
+            variable.enter, variable.exit = _enter(variable, **self._own), _exit(**self._own)
+
+
+def _enter(variable: Any, enter: Any, exit: Any) -> Any:
+    def enter_ours(self: Any, tx: Any, *args: Any) -> Any:
+        contexts = _contexts(self, tx)
+        if contexts is None:
+            return enter(self, tx, *args)
+        # torch's cache is on in them: kernels take it as the sign to look for a mark.
+        self.mpamp_regions = [variable(target_values=[*each, True], initial_values=None) for each in contexts]
+        for region in self.mpamp_regions:
+            result = enter(region, tx, *args)
+        self.set_cleanup_hook(tx, lambda: None)  # each of them has its own
+        return result
+
+    return enter_ours
+
+
+def _exit(enter: Any, exit: Any) -> Any:
+    def exit_ours(self: Any, tx: Any, *args: Any) -> Any:
+        regions = self.__dict__.pop("mpamp_regions", None)
+        if regions is None:
+            return exit(self, tx, *args)
+        for region in reversed(regions):
+            result = exit(region, tx, *args)
+        self.cleanup_assert()
+        return result
+
+    return exit_ours
+
+
+def _contexts(variable: Any, tx: Any) -> Any:
+    """Return the regions that stand for a region of a user's; None where torch's own code enters it."""
+    if is_torchs(str(tx.f_globals.get("__name__", "")), tx.f_code.co_name):
+        return None
+    made = torch.amp.autocast_mode.autocast(*variable.target_values)  # Dynamo has its arguments alone
+    if region_of(made, persistent_cache=False) is None:
+        return None
+    return traced_contexts(made.device, made.fast_dtype, made._enabled, None)
+
+
+def _forget_compiled_code() -> None:
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if hasattr(dynamo, "reset"):  # what is still being imported has compiled nothing
+        dynamo.reset()
+
+
+COMPILERS = _Compilers()
