@@ -1,0 +1,52 @@
+"""One table of what is replaced in torch, and its way back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Patches", "wrapped"]
+
+_MISSING = object()
+
+
+class Patches:
+    """Attributes that were replaced, in order; ``undo`` leaves every owner as it was.
+
+    Example:
+        >>> import math
+        >>> patches = Patches()
+        >>> patches.put(math, "pi", 3)
+        >>> patches.undo()
+        >>> math.pi > 3
+        True
+    """
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute of a module or a class; what it inherits is covered and not touched."""
+        self._replaced.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace a function by what ``make`` returns for it, if the owner has it: versions of torch differ."""
+        original = getattr(owner, name, None)
+        if original is not None:
+            self.put(owner, name, wrapped(original, make(original)))
+
+    def undo(self) -> None:
+        """Put everything back, last first."""
+        while self._replaced:
+            owner, name, value = self._replaced.pop()
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def wrapped(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function look like the one that it stands for: name, module (for pickle), signature and text."""
+    return functools.wraps(original)(function)
