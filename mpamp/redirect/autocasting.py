@@ -55,7 +55,7 @@ def _redirect_older_names(patches: Patches, target: Target) -> None:
         torch.set_autocast_dtype(device_type, dtype)
 
     def is_autocast_enabled(*args: Any) -> bool:
-        return is_enabled(*(args or (device_type,)))
+        return bool(is_enabled(*(args or (device_type,))))
 
     def set_autocast_enabled(*args: Any) -> None:
         set_enabled(*(args if len(args) > 1 else (device_type, *args)))

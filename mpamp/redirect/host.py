@@ -7,7 +7,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from ..plugins.backend import Backend
 
-__all__ = ["Event", "Properties", "Stream", "namespace"]
+__all__ = ["Event", "Properties", "Stream", "StreamContext", "namespace"]
 
 CAPABILITY = (7, 0)
 """The least that has units for float16: scripts choose more by it than can be had here."""
@@ -119,9 +119,17 @@ def _zero(*args: Any, **kwargs: Any) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _scope(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
+class StreamContext(contextlib.ContextDecorator):
+    """``torch.<accelerator>.stream(stream)``, where all is done in one queue; markers of profilers are like it."""
+
+    def __init__(self, stream: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 class _DeviceScope(contextlib.ContextDecorator):
@@ -169,21 +177,21 @@ def namespace(device: torch.device, backend: Backend) -> dict[str, Any]:
     }
 
 
-_NOTHING = [
+_NOTHING = (
+    "_lazy_init",
     "empty_cache",
     "init",
     "ipc_collect",
     "reset_accumulated_memory_stats",
     "reset_max_memory_allocated",
-    "_lazy_init",
     "reset_max_memory_cached",
     "reset_peak_memory_stats",
     "set_per_process_memory_fraction",
+    "set_stream",
     "set_sync_debug_mode",
     "synchronize",
-    "set_stream",
-]
-_ZERO = [
+)
+_ZERO = (
     "max_memory_allocated",
     "max_memory_cached",
     "max_memory_reserved",
@@ -191,7 +199,7 @@ _ZERO = [
     "memory_cached",
     "memory_reserved",
     "device_memory_used",
-]
+)
 
 
 def _random() -> dict[str, Any]:
@@ -226,8 +234,8 @@ def _streams(device: torch.device) -> dict[str, Any]:
     return {
         "Stream": Stream,
         "Event": Event,
-        "StreamContext": _scope,
-        "stream": _scope,
+        "StreamContext": StreamContext,
+        "stream": lambda stream: StreamContext(stream),
         "current_stream": lambda device=None: default,
         "default_stream": lambda device=None: default,
     }
@@ -238,10 +246,9 @@ def _selection() -> dict[str, Callable[..., Any] | type]:
     thread = threading.local()
 
     def set_device(device: Any) -> None:
-        index = getattr(device, "index", device)
-        if isinstance(index, str):
-            index = int(index.partition(":")[2] or 0)
-        thread.index = index or 0
+        if isinstance(device, str):
+            device = int(device.partition(":")[2] or 0)
+        thread.index = (device if isinstance(device, int) else device.index) or 0
 
     return {
         "set_device": set_device,

@@ -54,7 +54,7 @@ def _contents(module: types.ModuleType, target: Target) -> dict[str, Any]:
 
 def _own(original: Any, value: Any) -> Any:
     """Return a function of this name's own: Dynamo has a rule for each, and takes one object for one name."""
-    if isinstance(value, type) or not callable(value) or not callable(original):
+    if not callable(value) or isinstance(original, type):
         return value
     return wrapped(original, lambda *args, **kwargs: value(*args, **kwargs))
 
@@ -96,4 +96,5 @@ def _redirect_submodules(patches: Patches, module: types.ModuleType, target: Tar
 
 
 def _mark(name: str) -> Callable[..., Any]:
-    return host._scope if name in ("range", "profile") else host._zero
+    """Return what does nothing, in a ``with`` statement where the marker is for one."""
+    return host.StreamContext if name in ("range", "profile") else host._zero

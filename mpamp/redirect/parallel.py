@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.parallel import comm, data_parallel
+from torch.nn.parallel import comm, scatter_gather
 
 from ..errors import RedirectError
 from .patches import Patches
@@ -97,17 +98,27 @@ def _redirect_replicas(patches: Patches, target: Target) -> None:
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         return module(*inputs, **(module_kwargs or {}))
 
-    patches.put(data_parallel, "_get_available_device_type", lambda: None)  # DataParallel then calls its module
-    for owner in (torch.nn.parallel, data_parallel):
-        patches.put(owner, "data_parallel", data_parallel_)
-        patches.put(owner, "replicate", refused("torch.nn.parallel.replicate", target.device))
+    module = importlib.import_module("torch.nn.parallel.data_parallel")  # the package has a function of that name
+    patches.put(module, "_get_available_device_type", lambda: None)  # DataParallel then calls its module
+    for owner in (torch.nn.parallel, module):
+        patches.wrap(owner, "data_parallel", lambda _: data_parallel_)
+        patches.wrap(owner, "replicate", lambda _: refused("torch.nn.parallel.replicate", target.device))
+    patches.put(scatter_gather, "Gather", _Gather)
     transfers = _transfers(target)
     for owner in (
         comm,
         *(getattr(torch, name).comm for name in target.absent if hasattr(getattr(torch, name), "comm")),
     ):
         for name, function in transfers.items():
-            patches.put(owner, name, function)
+            patches.wrap(owner, name, lambda _, function=function: function)  # type: ignore[misc]
+
+
+class _Gather:
+    """Stands for torch's Function of this name, which refuses tensors of a processor."""
+
+    @staticmethod
+    def apply(device: Any, dim: int, *tensors: Any) -> Any:
+        return torch.cat(tensors, dim) if tensors[0].dim() else torch.stack(tensors)
 
 
 def _transfers(target: Target) -> dict[str, Any]:

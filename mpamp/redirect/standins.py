@@ -42,6 +42,4 @@ def stand_in(original: type, make: Callable[..., Any]) -> type:
         (4, True, True)
     """
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return _StandIn(
-        original.__name__, (), {**contents, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    )
+    return _StandIn(original.__name__, (), {"_original": original, "_make": staticmethod(make), **names})
