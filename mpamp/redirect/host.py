@@ -15,7 +15,7 @@ import torch
 
 from ..plugins.backend import Backend
 
-__all__ = ["Event", "Properties", "Stream", "StreamContext", "namespace"]
+__all__ = ["Event", "Properties", "Stream", "StreamContext", "namespace", "zero"]
 
 CAPABILITY = (7, 0)
 """The least that has units for float16: scripts choose more by it than can be had here."""
@@ -115,7 +115,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing: there is nothing to wait for, to empty or to mark."""
 
 
-def _zero(*args: Any, **kwargs: Any) -> int:
+def zero(*args: Any, **kwargs: Any) -> int:
+    """Return 0, of what is not counted here."""
     return 0
 
 
@@ -156,7 +157,7 @@ def namespace(device: torch.device, backend: Backend) -> dict[str, Any]:
         **_streams(device),
         **_selection(),
         **dict.fromkeys(_NOTHING, _nothing),
-        **dict.fromkeys(_ZERO, _zero),
+        **dict.fromkeys(_ZERO, zero),
         "get_device_name": lambda device=None: name,
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: CAPABILITY,
@@ -173,7 +174,7 @@ def namespace(device: torch.device, backend: Backend) -> dict[str, Any]:
         "memory_stats_as_nested_dict": lambda device=None: {},
         "memory_snapshot": lambda *args, **kwargs: [],
         "memory_summary": lambda device=None, abbreviated=False: f"no memory of {device} is counted\n",
-        "get_sync_debug_mode": _zero,
+        "get_sync_debug_mode": zero,
     }
 
 

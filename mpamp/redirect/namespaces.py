@@ -17,6 +17,7 @@ from .target import Target
 
 __all__ = ["redirect_namespaces"]
 
+_COUNTS = ("device_count", "_device_count_nvml")
 _LEFT = ("amp", "is_available")
 """What is not replaced here though it is public."""
 
@@ -28,10 +29,12 @@ def redirect_namespaces(patches: Patches, target: Target) -> None:
     """
     for number, device_type in enumerate(target.absent):
         module = getattr(torch, device_type)
-        for name, value in _contents(module, target).items():
+        contents = _contents(module, target)
+        if number > 0:
+            contents.update({name: _own(getattr(module, name), host.zero) for name in _COUNTS if name in contents})
+        for name, value in contents.items():
             patches.put(module, name, value)
-        if number == 0:
-            patches.put(module, "is_available", lambda: True)
+        patches.wrap(module, "is_available", lambda _, is_first=number == 0: lambda: is_first)  # type: ignore[misc]
         _redirect_submodules(patches, module, target)
 
 
@@ -97,4 +100,4 @@ def _redirect_submodules(patches: Patches, module: types.ModuleType, target: Tar
 
 def _mark(name: str) -> Callable[..., Any]:
     """Return what does nothing, in a ``with`` statement where the marker is for one."""
-    return host.StreamContext if name in ("range", "profile") else host._zero
+    return host.StreamContext if name in ("range", "profile") else host.zero

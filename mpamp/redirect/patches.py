@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,10 @@ class Patches:
         """Replace a function by what ``make`` returns for it, if the owner has it: versions of torch differ."""
         original = getattr(owner, name, None)
         if original is not None:
-            self.put(owner, name, wrapped(original, make(original)))
+            function = wrapped(original, make(original))
+            if not isinstance(original, types.FunctionType):  # C functions don't always say where pickle finds them
+                function.__module__, function.__qualname__ = owner.__name__, name
+            self.put(owner, name, function)
 
     def undo(self) -> None:
         """Put everything back, last first."""

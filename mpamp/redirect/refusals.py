@@ -25,7 +25,8 @@ INSTEAD = {
     "replicate": "Call the module itself: one device has no replicas",
 }
 """What to write instead, by the last part of the name."""
-_WANTS = ("accelerator",)
+_WORDS = ("accelerator", "dummy base class")
+"""What errors of a torch without the device say that don't name it."""
 
 
 def refused(name: str, device: torch.device) -> Callable[..., NoReturn]:
@@ -50,13 +51,17 @@ def advice(error: BaseException) -> str | None:
     """
     absent = Target(torch.device("cpu")).absent
     said = _said(error)
-    found = next((name for name in absent if re.search(rf"(?<![a-z]){name}(?![a-z])", said)), None)
-    if found is None and not any(word in said for word in _WANTS):
+    backends = torch.distributed.Backend.default_device_backend_map if torch.distributed.is_available() else {}
+    found = [name for name in absent if _has_word(said, name) or _has_word(said, str(backends.get(name)))]
+    if not found and any(word in said for word in _WORDS):
+        found = list(absent)
+    if not found:
         return None
-    wanted = found or next(iter(absent), None)
-    if wanted is None:
-        return None
-    return f"mpamp: there is no {wanted} device on this machine; `mpamp run --device cpu` runs the script on the CPU."
+    return f"mpamp: there is no {found[0]} device on this machine; `mpamp run --device cpu` runs the script on the CPU."
+
+
+def _has_word(text: str, word: str) -> bool:
+    return re.search(rf"(?<![a-z]){re.escape(word)}(?![a-z])", text) is not None
 
 
 def _said(error: BaseException) -> str:

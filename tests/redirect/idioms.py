@@ -307,6 +307,7 @@ def main() -> None:
     import sys
 
     import torch
+    import torch._dynamo  # here, for several programs would import it
 
     from mpamp.redirect import redirect
 
