@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from . import host
+from .classes import stand_in
 from .patches import Patches, wrapped
 from .refusals import refused
-from .standins import stand_in
 from .target import Target
 
 __all__ = ["redirect_namespaces"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _device as default_devices
 
+from .classes import stand_in
 from .patches import Patches
-from .standins import stand_in
 from .target import Target
 
 __all__ = ["redirect_tensors"]

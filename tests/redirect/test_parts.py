@@ -10,10 +10,10 @@ import torch
 
 from mpamp.errors import RedirectError
 from mpamp.redirect import advice
+from mpamp.redirect.classes import stand_in
 from mpamp.redirect.host import Event, Stream, StreamContext, namespace
 from mpamp.redirect.patches import Patches
 from mpamp.redirect.refusals import refused
-from mpamp.redirect.standins import stand_in
 from mpamp.redirect.target import Target
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
