@@ -45,6 +45,11 @@ class Bert(nn.Module):
         self.norm = FusedLayerNorm(WIDTH, eps=1e-12)
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.bias = nn.Parameter(torch.zeros(VOCABULARY))
+        self.apply(self.init_weights)
+
+    def init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.weight.data.normal_(mean=0.0, std=0.02)
 
     def forward(self, ids, mask):
         mask = (1.0 - mask[:, None, None, :].to(dtype=next(self.parameters()).dtype)) * -10000.0

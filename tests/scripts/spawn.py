@@ -18,7 +18,7 @@ def main_worker(gpu, ngpus_per_node, args):
     dist.init_process_group(args.dist_backend, world_size=ngpus_per_node, rank=gpu)
     torch.manual_seed(args.seed)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)).cuda(gpu % torch.cuda.device_count())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
     model = DistributedDataParallel(model, device_ids=[gpu % torch.cuda.device_count()])
     data = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))[gpu::ngpus_per_node].cuda()
