@@ -27,6 +27,8 @@ def redirect_namespaces(patches: Patches, target: Target) -> None:
 
     Only the first absent device says that it is available: scripts choose among several.
     """
+    # Where torch is built for the absent device, this asks its namespace; nothing generic is there.
+    patches.wrap(torch.accelerator, "is_available", lambda _: lambda: target.accelerator is not None)
     for number, device_type in enumerate(target.absent):
         module = getattr(torch, device_type)
         contents = _contents(module, target)

@@ -39,6 +39,7 @@ class Patches:
             function = wrapped(original, make(original))
             if not isinstance(original, types.FunctionType):  # C functions don't always say where pickle finds them
                 function.__module__, function.__qualname__ = owner.__name__, name
+                vars(function).pop("__wrapped__", None)  # who asks for the source is not sent on to C
             self.put(owner, name, function)
 
     def undo(self) -> None:

@@ -6,6 +6,7 @@ import importlib
 import pickle
 import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here:
 
 MODULES = [
     "torch",
+    "torch.accelerator",
     "torch.amp",
     "torch.amp.autocast_mode",
     "torch.cuda",
@@ -106,7 +108,7 @@ def test_what_fails_half_way_changes_nothing(monkeypatch):
     monkeypatch.setattr(redirection, "redirect_parallel", fail)
     with pytest.raises(OSError, match="half way"):
         room.install("cpu")
-    assert not hasattr(torch.zeros, "__wrapped__")
+    assert isinstance(torch.zeros, types.BuiltinFunctionType)
 
 
 def test_installs_are_counted():
@@ -213,6 +215,6 @@ def test_modes_see_torchs_own_functions():
 def test_no_op_costs_more():
     with room.redirect("cpu"):
         for name in ("add", "matmul", "cat", "softmax"):
-            assert not hasattr(getattr(torch, name), "__wrapped__")
+            assert isinstance(getattr(torch, name), types.BuiltinFunctionType)
         for name in ("add", "__add__", "float", "half", "reshape"):
-            assert name not in vars(torch.Tensor) or not hasattr(getattr(torch.Tensor, name), "__wrapped__")
+            assert name not in vars(torch.Tensor)

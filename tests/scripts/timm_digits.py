@@ -8,6 +8,7 @@ import timm
 import torch
 import torch.nn as nn
 from sklearn.datasets import load_digits
+from timm.optim import create_optimizer_v2
 from timm.utils import AverageMeter, NativeScaler, random_seed
 
 parser = argparse.ArgumentParser()
@@ -25,7 +26,7 @@ random_seed(args.seed, 0)
 model = timm.create_model(
     "vit_tiny_patch16_224", img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2, in_chans=1, num_classes=10
 ).to(device=device)
-optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=3e-3, weight_decay=0.01)
+optimizer = create_optimizer_v2(model, opt="adamw", lr=3e-3, weight_decay=0.01)
 amp_autocast, loss_scaler = suppress, None
 if args.amp:
     amp_autocast = partial(torch.autocast, device_type=device.type, dtype=torch.float16)
