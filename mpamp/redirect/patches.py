@@ -7,6 +7,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from torch.jit import _builtins
+
 __all__ = ["Patches", "wrapped"]
 
 _MISSING = object()
@@ -26,6 +28,8 @@ class Patches:
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []
+        self._scripted: list[Any] = []
+        self._ops: dict[int, str] = _builtins._get_builtin_table()  # made here, of functions that are torch's own
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute of a module or a class; what it inherits is covered and not touched."""
@@ -41,9 +45,19 @@ class Patches:
                 function.__module__, function.__qualname__ = owner.__name__, name
                 vars(function).pop("__wrapped__", None)  # who asks for the source is not sent on to C
             self.put(owner, name, function)
+            self._script_as(original, function)
+
+    def _script_as(self, original: Any, function: Any) -> None:
+        """Have ``torch.jit.script`` take the new function for the op that the old one is."""
+        op = self._ops.get(id(original))
+        if op is not None:
+            self._ops[id(function)] = op
+            self._scripted.append(function)
 
     def undo(self) -> None:
         """Put everything back, last first."""
+        while self._scripted:
+            self._ops.pop(id(self._scripted.pop()), None)
         while self._replaced:
             owner, name, value = self._replaced.pop()
             if value is _MISSING:

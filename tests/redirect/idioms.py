@@ -287,6 +287,12 @@ os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(PORT), RANK='0', WORL
 dist.init_process_group('cpu:gloo,cuda:nccl', device_id=torch.device('cuda', 0)); dist.broadcast(x.cuda(), 0)
 dist.destroy_process_group()
 """,
+    "jit.script": """
+warnings.simplefilter('ignore')
+def scripted(v: torch.Tensor) -> torch.Tensor:
+    return v + torch.zeros([2], device=v.device) + torch.tensor(1.0) + torch.full([2], 1.0)
+assert torch.equal(torch.jit.script(scripted)(x.cuda()), x + 2)
+""",
     "torch.compile": "f = torch.compile(lambda v: (v.cuda() * torch.ones((), device='cuda')).sin(), backend='aot_eager'); assert torch.equal(f(x), x.sin())",
 }
 
