@@ -98,6 +98,8 @@ class Properties:
     max_threads_per_multi_processor: int = 1024
     is_integrated: bool = True
     is_multi_gpu_board: bool = False
+    has_fp16: bool = True
+    has_fp64: bool = True
     gcnArchName: str = ""
     uuid: str = ""
 

@@ -96,7 +96,7 @@ def _redirect_moves(patches: Patches, target: Target, name: str) -> None:
     patches.wrap(torch.nn.Module, name, lambda _: move_module)
     patches.wrap(torch.nn.utils.rnn.PackedSequence, name, lambda _: move)
     patches.wrap(torch.storage._StorageBase, name, lambda _: move_storage)
-    if hasattr(torch.Tensor, f"is_{name}"):
+    if name == target.absent[0] and hasattr(torch.Tensor, f"is_{name}"):  # the one that says it is available
         patches.put(torch.Tensor, f"is_{name}", property(target.is_here))
 
 

@@ -54,6 +54,7 @@ out, h = nn.LSTM(4, 5).cuda()(p.cuda())
     "storage.cuda()": "assert x.untyped_storage().cuda().device.type == 'cpu'",
     "is_cuda": "assert x.cuda().is_cuda and torch.zeros(1, device='cuda').is_cuda",
     "module on cuda check": "assert next(net.cuda().parameters()).is_cuda",
+    "printing": "assert repr(x.cuda()) == repr(x) and str(torch.tensor([1.5, 1e9], device='cuda')).startswith('tensor')",
     "get_device": "assert x.cuda().get_device() == 0 and torch.ones(1).cuda(x.get_device()).is_cuda",
     # -- making tensors
     "torch.tensor": "assert torch.tensor([1.0], device='cuda').device.type == 'cpu'",

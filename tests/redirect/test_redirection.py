@@ -185,7 +185,7 @@ def test_only_the_first_absent_device_says_that_it_is_there():
         assert [torch.cuda.is_available(), torch.xpu.is_available()] == [True, False]
         assert [torch.cuda.device_count(), torch.xpu.device_count()] == [1, 0]
         assert torch.ones(1).to("xpu").device.type == "cpu"
-        assert torch.ones(1).is_xpu
+        assert [torch.ones(1).is_cuda, torch.ones(1).is_xpu] == [True, False]
 
 
 def test_devices_that_are_no_accelerators_are_left_alone():
