@@ -15,7 +15,10 @@ from tests.redirect.idioms import REFUSED, SERVED
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here: its names mean what they say")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here: its names mean what they say"),
+]
 
 
 @pytest.fixture(scope="module")

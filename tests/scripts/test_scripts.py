@@ -16,10 +16,11 @@ from tests.scripts.witness import FRAMEWORKS, SCRIPTS
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here: the scripts would run on it"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here: the scripts would run on it")
+
+QUICK = ("imagenet-O1", "bert", "cuda_amp")
+"""Those that are always run; the rest, and the frameworks', by ``pytest -m sweep``."""
+REST = [name for name in SCRIPTS if name not in QUICK]
 
 MODEL_IS_HALF = ("imagenet-O2", "fp16util", "fp16util-by-hand")
 """Those whose weights are float16 themselves: no region casts anything."""
@@ -37,8 +38,13 @@ def run(file, names):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("scripts") / "found.json", [])
+def quick(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("scripts") / "quick.json", QUICK)
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("scripts") / "rest.json", REST)
 
 
 def check(name, runs):
@@ -73,11 +79,19 @@ def check_service(name, amp, float32):
         assert (one["casts"], one["kernels"], one["scaler_steps"]) == (0, {}, 0)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_runs_as_it_is(found, name):
-    check(name, found[name])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_a_script_runs_as_it_is(quick, name):
+    check(name, quick[name])
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", REST)
+def test_another_script_runs_as_it_is(rest, name):
+    check(name, rest[name])
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_script_of_a_framework_runs_as_it_is(tmp_path, name):
     if importlib.util.find_spec(name) is None:
