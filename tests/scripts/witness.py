@@ -85,13 +85,13 @@ class Witness:
     def counts(self) -> dict[str, Any]:
         self.kernels.__exit__(None, None, None)
         self.trace.__exit__(None, None, None)
-        apex = sys.modules.get("apex.amp")
+        state = getattr(sys.modules.get("apex.amp"), "_amp_state", None)
         return {
             "casts": self.trace.casts,
             "ops": sorted({use.op for use in self.trace.uses if use.casts}),
             "kernels": dict(self.kernels.counts),
             "scaler_steps": self.scaler_steps,
-            "loss_scales": [] if apex is None else [s.loss_scale() for s in apex._amp_state.loss_scalers],
+            "loss_scales": [s.loss_scale() for s in getattr(state, "loss_scalers", [])],  # none before initialize
         }
 
 
@@ -148,9 +148,13 @@ def _forked(name: str, script: str, arguments: list[str], device: str | None) ->
                 descriptor = os.open(printed, os.O_CREAT | os.O_WRONLY)
                 os.dup2(descriptor, 1)
                 result.write_text(json.dumps(_run(name, script, arguments, device=device)), encoding="utf-8")
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(0)
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
+        if status or not result.exists():
+            raise RuntimeError(f"{script} {' '.join(arguments)}: its process ended with {status} and counted nothing")
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         found["output"] += printed.read_text(encoding="utf-8")
     found["losses"] = [float(loss) for loss in re.findall(r"Loss (-?[\d.]+)", found["output"])]
