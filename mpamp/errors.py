@@ -16,6 +16,7 @@ __all__ = [
     "OpTableError",
     "PluginConflictError",
     "PluginLoadError",
+    "RedirectError",
     "RegionError",
     "ScalerSettingError",
     "ScalerStateError",
@@ -38,6 +39,10 @@ class MpampWarning(UserWarning):
 
 class EngineError(MpampError, RuntimeError):
     """The compiled engine can't be built, or can't be used although it was asked for."""
+
+
+class RedirectError(MpampError, RuntimeError):
+    """A script that runs on another device than it was written for does what only the one it was written for can."""
 
 
 class RegionError(MpampError, RuntimeError):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from torch.overrides import TorchFunctionMode
 
 import mpamp
 from mpamp import apex as drop_in
@@ -18,6 +18,7 @@ from mpamp import children, standins
 from mpamp.cli.running import run_script
 from mpamp.devices.registry import device_state
 from mpamp.errors import PluginConflictError, PluginLoadError
+from mpamp.redirect import advice, redirect
 
 __all__ = ["run"]
 
@@ -77,23 +78,23 @@ def run(
         arguments = arguments[1:]
     else:
         program = module
-    redirection, reporting = _redirection(device_name), _reporting(report, program)
+    redirection = _redirection(device_name)
     if table is not None:
         _use_table(table)
-    standins.install(persistent_cache=persistent_cache)
+    standins.install(persistent_cache=persistent_cache)  # before torch's functions of autocast state are replaced
     drop_in.install()
-    with redirection, reporting:
+    if device_name is not None:
+        children.announce("mpamp.redirect:install", device=device_name)
+    with redirection, _advice() if device_name is None else nullcontext(), _reporting(report, program, arguments):
         run_script(program, arguments)
 
 
-def _reporting(file: Path | None, program: Path | str) -> AbstractContextManager[Any]:
+def _reporting(file: Path | None, program: Path | str, arguments: tuple[str, ...]) -> AbstractContextManager[Any]:
     if file is None:
         return nullcontext()
-    insight: Any = mpamp.insight
-    try:
-        return insight.reporting(file, str(program))  # type: ignore[no-any-return]
-    except mpamp.MpampError as error:
-        raise click.ClickException(str(error)) from error
+    from mpamp.cli.report import reported  # not before: it needs what only reports do
+
+    return reported(file, program, arguments)
 
 
 def _use_table(file: Path) -> None:
@@ -103,6 +104,23 @@ def _use_table(file: Path) -> None:
     except mpamp.MpampError as error:
         raise click.BadParameter(str(error), param_hint="--ops") from error
     children.announce("mpamp.standins:use_table", path=path)
+
+
+@contextmanager
+def _advice() -> Iterator[None]:
+    """Have a script that dies for want of a device told of ``--device``, below its traceback."""
+    try:
+        yield
+    except Exception as error:
+        line = advice(error)
+        if line is not None:
+            sys.excepthook = functools.partial(_report, sys.excepthook, line)
+        raise
+
+
+def _report(hook: Callable[..., Any], line: str, *error: Any) -> None:
+    hook(*error)
+    print(line, file=sys.stderr)
 
 
 def _redirection(name: str | None) -> AbstractContextManager[Any]:
@@ -118,36 +136,4 @@ def _redirection(name: str | None) -> AbstractContextManager[Any]:
         raise click.BadParameter(str(error), param_hint="--device") from error
     if not is_here:
         raise click.BadParameter(f"there is no {device.type} device on this machine", param_hint="--device")
-    return _Redirect(device)
-
-
-class _Redirect(TorchFunctionMode):
-    """Sends to one device what is meant for a device that this machine lacks, by name or by ``tensor.<device>()``."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if args and isinstance(args[0], torch.Tensor) and _is_absent(name):
-            return args[0].to(self.device)
-        kwargs = {key: self._present(value) if key == "device" else value for key, value in (kwargs or {}).items()}
-        if name in ("to", "set_default_device"):
-            args = tuple(self._present(value) for value in args)
-        return func(*args, **kwargs)
-
-    def _present(self, value: Any) -> Any:
-        name = value.type if isinstance(value, torch.device) else value
-        return self.device if isinstance(name, str) and _is_absent(name.partition(":")[0]) else value
-
-
-@functools.cache
-def _is_absent(name: str) -> bool:
-    """Tell whether this is the name of a device type that has AMP, and of which this machine has none."""
-    try:
-        return torch.amp.is_autocast_available(name) and not device_state(name).backend.is_available()
-    except (RuntimeError, mpamp.MpampError):
-        return False
+    return redirect(device)

@@ -18,7 +18,7 @@ from ..rules.optable import OpTable, Row
 from .listeners import LISTENERS
 from .state import DeviceState
 
-__all__ = ["DeviceState", "device_state", "get_backend", "get_op_table", "set_op_rules"]
+__all__ = ["DeviceState", "device_state", "get_backend", "get_op_table", "serve_by", "served_type", "set_op_rules"]
 
 
 class _ImportWatcher(importlib.abc.MetaPathFinder):
@@ -35,6 +35,8 @@ DEVICES: list[DeviceState] = []
 _devices: dict[str, DeviceState] = {}
 _asking: dict[tuple[str, int], DeviceState] = {}
 """Devices whose plugins are being asked for rules, by type and thread."""
+_served_by: dict[str, str] = {}
+"""Device types for which another stands in."""
 _registered: dict[str | None, dict[str, Row]] = {}
 """Rules that single ops were registered with, by device type; None holds for every device, later ones too."""
 
@@ -47,6 +49,8 @@ def device_state(device_type: str) -> DeviceState:
         PluginLoadError: Its plugin can't be loaded, or its backend fails when it is asked about itself.
         PluginConflictError: Two plugins bring it, or give one of its ops different policies.
     """
+    if device_type in _served_by:
+        device_type = _served_by[device_type]
     found = _devices.get(device_type)
     if found is not None:
         if found.missing_plugins:
@@ -134,6 +138,19 @@ def settle(state: DeviceState) -> None:
         if loaded:
             state.missing_plugins = [p for p in state.missing_plugins if p not in loaded]
             state.add_plugin_rules(manager().op_rules(state.type, _dtypes(state), only=loaded))
+
+
+def serve_by(device_type: str, other: str | None) -> None:
+    """Have what asks for one device type be given another's state, until this is called with None."""
+    if other is None:
+        _served_by.pop(device_type, None)
+    else:
+        _served_by[device_type] = other
+
+
+def served_type(device_type: str) -> str:
+    """Return the device type that stands in for one; itself, where none does."""
+    return _served_by.get(device_type, device_type)
 
 
 def devices_in_use() -> list[DeviceState]:

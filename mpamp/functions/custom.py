@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.autograd.function import FunctionCtx
 
-from ..devices.registry import device_state
+from ..devices.registry import device_state, served_type
 from ..engine.compiling import is_compiling
 from ..errors import RegionError
 from ..regions.saved import DeviceAutocast, run_in, run_without
@@ -138,7 +138,7 @@ def _types(device_type: str | None, inputs: Any) -> tuple[str, ...]:
         return autocast_types(tensors_in(inputs))
     if not is_compiling() and not has_autocast(device_type):
         device_state(device_type)  # raises, and lists the known ones
-    return (device_type,)
+    return (served_type(device_type),)
 
 
 def _active(types: tuple[str, ...], cast_inputs: torch.dtype | None) -> tuple[str, ...]:
@@ -187,11 +187,11 @@ def _saved(device_type: str | None, args: tuple[Any, ...]) -> tuple[DeviceAutoca
         states: tuple[DeviceAutocast, ...] = ctx._mpamp_autocast
         if device_type is None:
             return states
-        states = tuple(s for s in states if s.device_type == device_type)
+        states = tuple(s for s in states if s.device_type == served_type(device_type))
         if states:
             return states
     if not hasattr(ctx, "_fwd_used_autocast"):
         raise RegionError("custom_bwd needs the state that custom_fwd keeps: decorate this Function's forward too.")
     # torch.amp.custom_fwd was here, or one for another device: then torch's rule holds.
-    types = autocast_types(tensors_in(args)) if device_type is None else (device_type,)
+    types = autocast_types(tensors_in(args)) if device_type is None else (served_type(device_type),)
     return tuple(DeviceAutocast(t, ctx._fwd_used_autocast, ctx._dtype) for t in types)

@@ -200,11 +200,3 @@ def test_run_refuses_a_device_that_is_not_here(absent):
     result = CliRunner().invoke(app, ["run", "--device", absent, str(EXAMPLE)])
     assert result.exit_code == 2
     assert f"no {absent} device on this machine" in result.output
-
-
-def test_a_redirect_leaves_the_present_device_alone():
-    from mpamp.cli.run import _Redirect
-
-    with _Redirect(torch.device("cpu")):
-        assert torch.ones(1).cpu().device.type == "cpu"
-        assert torch.ones(1, device="meta").device.type == "meta"

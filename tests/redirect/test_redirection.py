@@ -1,0 +1,220 @@
+"""``redirect``, ``install`` and ``uninstall``: in force everywhere in the process, and gone without a trace."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import threading
+import types
+
+import pytest
+import torch
+import torch.cuda.comm
+from torch.utils._device import DeviceContext, _device_constructors
+
+import mpamp
+from mpamp import redirect as room
+from mpamp.errors import RedirectError
+from mpamp.redirect.redirection import _active
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here: its names mean what they say")
+
+MODULES = [
+    "torch",
+    "torch.accelerator",
+    "torch.amp",
+    "torch.amp.autocast_mode",
+    "torch.cuda",
+    "torch.cuda.amp",
+    "torch.cuda.comm",
+    "torch.cuda.graphs",
+    "torch.cuda.memory",
+    "torch.cuda.nvtx",
+    "torch.cuda.profiler",
+    "torch.cuda.random",
+    "torch.cuda.streams",
+    "torch.distributed",
+    "torch.distributed.distributed_c10d",
+    "torch.fft",
+    "torch.jit",
+    "torch.nested",
+    "torch.nn.parallel",
+    "torch.nn.parallel.comm",
+    "torch.nn.parallel.data_parallel",
+    "torch.nn.parallel.scatter_gather",
+    "torch.random",
+    "torch.serialization",
+    "torch.xpu",
+    "torch.xpu.graphs",
+    "torch.xpu.memory",
+    "torch.xpu.random",
+    "torch.xpu.streams",
+]
+CLASSES = [
+    torch.Tensor,
+    torch.nn.Module,
+    torch.nn.SyncBatchNorm,
+    torch.nn.parallel.DistributedDataParallel,
+    torch.nn.utils.rnn.PackedSequence,
+    torch.storage._StorageBase,
+    torch.storage.TypedStorage,
+    torch.utils.data.DataLoader,
+    torch.amp.autocast_mode.autocast,
+    torch.amp.GradScaler,
+    DeviceContext,
+]
+
+
+def names():
+    """All that is in the namespaces that are touched, by identity."""
+    owners = [*(importlib.import_module(name) for name in MODULES), *CLASSES]
+    return {(str(owner), name): id(value) for owner in owners for name, value in vars(owner).items()}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays():
+    with mpamp.autocast("cpu"):  # the first region has torch's DataParallel carry regions, for good
+        pass
+    before = names()
+    yield
+    assert names() == before
+    assert _active == []
+
+
+def test_the_listed_namespaces_are_those_that_are_touched():
+    with room.redirect("cpu"):
+        owners = {owner for owner, _, _ in _active[0].patches._replaced}
+    listed = [*(sys.modules[name] for name in MODULES), *CLASSES]
+    assert owners <= set(listed)
+    assert len(owners) > 25
+
+
+def test_all_is_as_before_after_an_exception():
+    before = names()
+    with pytest.raises(ZeroDivisionError), room.redirect("cpu"):
+        raise ZeroDivisionError
+    assert names() == before
+    with pytest.raises(AssertionError, match="CUDA"):
+        torch.zeros(1, device="cuda")
+
+
+def test_what_fails_half_way_changes_nothing(monkeypatch):
+    from mpamp.redirect import redirection
+
+    def fail(patches, target):
+        raise OSError("half way")
+
+    monkeypatch.setattr(redirection, "redirect_parallel", fail)
+    with pytest.raises(OSError, match="half way"):
+        room.install("cpu")
+    assert isinstance(torch.zeros, types.BuiltinFunctionType)
+
+
+def test_installs_are_counted():
+    room.install("cpu")
+    with room.redirect(torch.device("cpu")):
+        pass
+    assert torch.zeros(1, device="cuda").device.type == "cpu"
+    room.uninstall()
+    room.uninstall()  # one too many does nothing
+    assert not torch.cuda.is_available()
+
+
+def test_one_device_at_a_time(monkeypatch):
+    with room.redirect("cpu"), pytest.raises(RedirectError, match=r"'cpu' already.*uninstall"):
+        room.install("meta")
+    with pytest.raises(RedirectError, match="no xpu device"):
+        room.install("xpu")
+
+
+def test_two_threads_leave_no_trace():
+    errors = []
+
+    def work():
+        try:
+            for _ in range(20):
+                with room.redirect("cpu"):
+                    assert torch.ones(1).cuda().is_cuda
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_regions_of_absent_devices_end_with_it():
+    a = torch.ones(2, 2)
+    with room.redirect("cpu"):
+        region = mpamp.autocast("cuda", torch.float16)
+        with region:
+            assert (a @ a).dtype is torch.float16
+        assert mpamp.get_backend("cuda").device_type == "cpu"
+    assert mpamp.autocast("cuda", torch.float16).device_type == "cuda"
+    assert mpamp.autocast("cuda", torch.float16) is not region
+    assert mpamp.get_backend("cuda").device_type == "cuda"
+
+
+def test_decorated_functions_follow_the_device():
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        @mpamp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+        def forward(ctx, a):
+            return a + 0
+
+        @staticmethod
+        @mpamp.custom_bwd(device_type="cuda")
+        def backward(ctx, grad):
+            assert not torch.is_autocast_enabled("cpu")
+            return grad
+
+    a = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    with room.redirect("cpu"), mpamp.autocast("cuda", torch.float16):
+        out = Seen.apply(a)
+        assert out.dtype is torch.float32
+        out.sum().backward()
+    assert a.grad.tolist() == [1.0, 1.0]
+
+
+def test_only_the_first_absent_device_says_that_it_is_there():
+    with room.redirect("cpu"):
+        assert [torch.cuda.is_available(), torch.xpu.is_available()] == [True, False]
+        assert [torch.cuda.device_count(), torch.xpu.device_count()] == [1, 0]
+        assert torch.ones(1).to("xpu").device.type == "cpu"
+        assert [torch.ones(1).is_cuda, torch.ones(1).is_xpu] == [True, False]
+
+
+def test_devices_that_are_no_accelerators_are_left_alone():
+    with room.redirect("cpu"):
+        assert torch.ones(1).cpu().device.type == "cpu"
+        assert torch.ones(1, device="meta").device.type == "meta"
+        assert torch.ones(1).to("meta").is_cuda is False
+        with pytest.raises(RuntimeError):
+            torch.ones(1, device="cudaa")
+
+
+def test_functions_keep_their_names_and_pickle():
+    with room.redirect("cpu"):
+        for function in (torch.zeros, torch.tensor, torch.cuda.synchronize, torch.device, torch.load):
+            assert pickle.loads(pickle.dumps(function)) is function
+        assert torch.zeros.__name__ == "zeros"
+        assert isinstance(torch.cuda.Stream, type)
+        assert isinstance(torch.cuda.StreamContext, type)
+
+
+def test_modes_see_torchs_own_functions():
+    assert torch.zeros in _device_constructors()
+    with room.redirect("cpu"), torch.device("meta"):
+        assert torch.zeros(1).device.type == "meta"
+
+
+def test_no_op_costs_more():
+    with room.redirect("cpu"):
+        for name in ("add", "matmul", "cat", "softmax"):
+            assert isinstance(getattr(torch, name), types.BuiltinFunctionType)
+        for name in ("add", "__add__", "float", "half", "reshape"):
+            assert name not in vars(torch.Tensor)
