@@ -19,7 +19,9 @@ from .digits import batches, loss_of, make_model, train_by_hand, weights_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'mpamp[accelerate]'")
+    accelerate = pytest.importorskip(
+        "accelerate", reason="accelerate is not installed: pip install 'mpamp[accelerate]'"
+    )
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import AutocastKwargs, GradScalerKwargs
 
@@ -81,7 +83,8 @@ def _assert_equal(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 @BOTH
-def test_training_is_the_loops_by_hand(precision: str) -> None:
+def test_training_is_the_loops_by_hand(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "autocast", None)  # it would be called where a region of torch's was left
     accelerator, model, optimizer = _set_up(precision)
     with WeightCastCounter(model) as casts:
         _train(accelerator, model, optimizer)
@@ -249,12 +252,14 @@ def test_clipping_some_parameters_leaves_other_optimizers_gradients() -> None:
     accelerator.backward(loss_of(model, batch))
     model[2].weight.grad.fill_(float("inf"))
     accelerator.clip_grad_norm_(model[0].parameters(), 0.5)
+    assert not accelerator.scaler.is_unscaled(second.optimizer)
     first.step()
     assert not first.step_was_skipped
     second.zero_grad()
     accelerator.backward(loss_of(model, batch))
     second.step()
     assert not second.step_was_skipped
+    assert [record.skipped for record in accelerator.scaler.history] == [False]
 
 
 # -- Saved states --------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ import mpamp
 from mpamp.integrations.iteration import Iteration
 
 
-def _two(growth_interval: int = 1, scale: float = 8.0) -> tuple[list[torch.Tensor], list[torch.optim.Optimizer], Iteration]:
+def _two(
+    growth_interval: int = 1, scale: float = 8.0
+) -> tuple[list[torch.Tensor], list[torch.optim.Optimizer], Iteration]:
     weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
     optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
     scaler = mpamp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
