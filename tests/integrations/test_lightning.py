@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install 'mpamp[lightning]'")
     from mpamp.integrations.lightning import MpampPrecision
 
-from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision
 
 STEPS = 5
 PARAMETERS = 4
@@ -305,8 +305,7 @@ def test_averaged_weights_are_validated_though_casts_are_kept(make_callback: Any
 
 
 def test_kept_casts_serve_a_whole_validation() -> None:
-    parts = {"validation_step": lambda self, batch, number: None if self.model(batch[0]) is None else None}
-    module = make_module(lightning, **parts)
+    module = make_module(lightning, validation_step=lambda self, batch, number: loss_of(self.model, batch))
     plugin = MpampPrecision("bf16-mixed", persistent_cache=True)
     with WeightCastCounter(module) as casts:
         make_trainer(lightning, plugin).validate(module, loader(4), verbose=False)
