@@ -407,3 +407,16 @@ def test_a_failed_pass_is_forgotten_at_the_update() -> None:
     trained.scaler.unscale_(trained.optimizer)
     unscaled_loss(trained)
     assert trained.grad.tolist() == [3 / 64 + 0.5] * 2
+
+
+@every_optimizer
+def test_a_scaler_says_whether_gradients_are_unscaled(make: Any) -> None:
+    t = Trained(make)
+    assert t.scaler.is_unscaled(t.optimizer)
+    t.backward(1.0)
+    assert not t.scaler.is_unscaled(t.optimizer)
+    t.scaler.unscale_(t.optimizer)
+    assert t.scaler.is_unscaled(t.optimizer)
+    t.step()
+    assert not t.scaler.is_unscaled(t.optimizer)
+    assert not Trained(make, enabled=False).scaler.is_unscaled(t.optimizer)
