@@ -55,6 +55,16 @@ class OverflowFinder:
         return self.reports[0] if self.reports else None
 
     @property
+    def is_open(self) -> bool:
+        """Whether it is watching."""
+        return self._open is not None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward pass of the step that is being watched has brought gradients."""
+        return bool(self._gradients)
+
+    @property
     def skips(self) -> list[StepReport]:
         """The steps with an inf or NaN in a gradient, which a scaler skips: whose it was, and which op made it."""
         return [report for report in self.reports if report.parameters]

@@ -70,6 +70,11 @@ class Trace:
         return list(self._recorder.history)
 
     @property
+    def has_calls(self) -> bool:
+        """Whether an op was seen; quick to ask."""
+        return self._recorder.has_calls
+
+    @property
     def calls(self) -> int:
         """Calls of ops that ran, those of compiled programs not among them."""
         return self.summary().total("calls")
