@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from mpamp.apex import amp, install
 from mpamp.cli.output import errors_as_exits
 from mpamp.cli.running import run_script
 from mpamp.insight import reporting
@@ -55,6 +56,7 @@ def report(
 
     The page is written however the script ends, and the exit code is the script's.
     """
+    install()
     if measure is not None:
         with _measured(measure, is_off):
             run_script(script, arguments)
@@ -96,6 +98,8 @@ def _measured(file: Path, is_off: bool) -> Iterator[None]:
     with ExitStack() as stack:
         if is_off:
             stack.enter_context(autocast_off())
+            amp.initialize = partial(amp.initialize, enabled=False)
+            amp.init = partial(amp.init, enabled=False)
         stack.enter_context(clock.running())
         yield
     file.write_text(json.dumps(clock.to_dict()), encoding="utf-8")

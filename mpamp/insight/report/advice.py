@@ -19,6 +19,8 @@ _TOO_FEW = 0.005
 """Of the host's time in ops: what gains less isn't worth a change."""
 
 
+_FAR = 2.0**24
+"""Times what fits: gradients so small don't change a float32 weight whose other gradients are as large as that."""
 _MANY_SKIPS = 0.02
 """A scale that doubles every 2,000 steps is too large once in as many."""
 
@@ -53,7 +55,8 @@ def _regions(report: Report) -> Iterator[Advice]:
     if report.summary.total("calls") or any(use.phase == "compiled" for use in report.summary.uses):
         return
     device = report.machine["device"]
-    dtype = next((d["default_dtype"] for d in report.machine["devices"] if d["type"] == device), "bfloat16")
+    known = next((d for d in report.machine["devices"] if d["type"] == device), None)
+    dtype = "bfloat16" if known is None else known["default_dtype"]
     region = f'with mpamp.autocast("{device}", dtype=torch.{dtype}):'
     if report.torch_regions:
         yield Advice(
@@ -63,14 +66,24 @@ def _regions(report: Report) -> Iterator[Advice]:
             f"{report.torch_regions} were entered, and none of mpamp's.",
             f"Replace torch.autocast(...) by mpamp.autocast(...), which takes the same arguments: {region}",
         )
+    elif report.half_models:
+        yield Advice(
+            3,
+            0.0,
+            "No op ran in a region: the weights are in lower precision themselves",
+            f"{', '.join(report.half_models)} had parameters in float16 or bfloat16, as after .half() or apex's O2.",
+            "Nothing, if that is meant. Weights in float32 and a region keep small updates that float16 weights lose.",
+        )
     else:
-        scaler = f' float16 wants a mpamp.GradScaler("{device}") beside it.' if dtype == "float16" else ""
+        more = f' float16 wants a mpamp.GradScaler("{device}") beside it.' if dtype == "float16" else ""
+        if known is not None and known["dtypes"].get(dtype) == "emulated":
+            more += f" This machine emulates {dtype}, so that it is slower here than float32."
         yield Advice(
             0,
             1.0,
             "No op ran in a region: everything ran in the dtypes that it was called with",
             "The script entered no region of mpamp's or torch's around an op.",
-            f"Put the forward pass and the loss, not backward(), into one: {region}{scaler}",
+            f"Put the forward pass and the loss, not backward(), into one: {region}{more}",
         )
 
 
@@ -107,23 +120,27 @@ def _scales(report: Report) -> Iterator[Advice]:
                 break
             first += 1
         if log.skipped == log.attempts:
+            fitting = [o.fitting_scale for o, _ in report.steps.overflows.values() if o.phase == "backward"]
+            fits = min((scale for scale in fitting if scale is not None), default=None)
             yield Advice(
                 0,
                 1.0,
                 "Every step was skipped: nothing was trained",
                 f"{log.skipped} of {log.attempts} attempts found an inf or NaN in a gradient, at scales down to "
                 f"{plain(log.points[-1][1])}.",
-                "A smaller scale doesn't mend that: look at the culprits under Loss scale, or run the ops named there "
-                "in float32.",
+                f"GradScaler(init_scale={plain(fits)}), or run the ops that are named under Loss scale in float32."
+                if fits is not None and len(fitting) == len(report.steps.overflows)
+                else "A smaller scale may not mend that: look at the culprits under Loss scale, and run the ops that "
+                "are named there in float32.",
             )
         elif first > 1:
-            fits = log.skips[first - 1].scale / 2
+            began, fitted = (plain(log.points[i][1]) for i in (0, first))
             yield Advice(
                 1,
                 first / log.attempts,
                 f"The first {first} steps were lost in finding a scale",
-                f"The scale began at {plain(log.points[0][1])}; {plain(fits)} was the first that fitted.",
-                f"GradScaler(init_scale={plain(fits)})",
+                f"The scale began at {began}; {fitted} was the first that fitted.",
+                f"GradScaler(init_scale={fitted})",
             )
         later, left = log.skipped - first, log.attempts - first
         if left and later / left > _MANY_SKIPS:
@@ -162,8 +179,9 @@ def _underflows(report: Report) -> Iterator[Advice]:
         do = f"A loss scale of {plain(max(keeping))} keeps {'it' if len(keeping) == 1 else f'those of {len(keeping)}'}."
     else:
         do = f"No scale keeps all: try ops={worst.rule!r}." if worst.rule else "No scale keeps all: try bfloat16."
+    is_far = not keeping and worst.scale_to_keep > _FAR * worst.largest_scale
     yield Advice(
-        1,
+        3 if is_far else 1,
         worst.share * count.steps / max(1, steps.watched),
         f"{worst.share:.0%} of the gradient of {worst.parameter} became zero",
         f"Most of it at {worst.op}{f' in {worst.module}' if worst.module else ''}, at a loss scale of "

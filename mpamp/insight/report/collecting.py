@@ -59,7 +59,8 @@ class Reporting:
         self.compare = compare
         self._script = script
         self._trace, self._clock, self._torch_regions = Trace(), Clock(), [0]
-        self._roots = Roots(lambda root: self._steps.begin(root))
+        self._half_models: dict[str, None] = {}
+        self._roots = Roots(self._begin)
         self._steps = StepWatch(watch, self._is_mixed, self._roots.label)
         self._scalers = ScalerWatch(self._steps, self._roots)
         self._open: contextlib.ExitStack | None = None
@@ -112,6 +113,7 @@ class Reporting:
             scalers=self._scalers.logs,
             steps=self._steps.found,
             torch_regions=self._torch_regions[0],
+            half_models=tuple(self._half_models),
             comparison=self._compared(outcome),
         )
         report.advice += advise(report)
@@ -123,6 +125,12 @@ class Reporting:
         if not outcome.is_well:
             return Comparison("float32", problem="The script didn't run to its end, so it wasn't run again.")
         return self.compare()
+
+    def _begin(self, root: torch.nn.Module) -> None:
+        first = next(root.parameters(), None)
+        if first is not None and first.dtype in _HALF:
+            self._half_models[self._roots.label(root)] = None
+        self._steps.begin(root)
 
     def _is_mixed(self, root: torch.nn.Module) -> bool:
         """Tell whether a model that is about to run, or ran before, has to do with lower precision."""
@@ -140,10 +148,22 @@ def _outcome(error: BaseException | None) -> Outcome:
     if isinstance(error, SystemExit):
         code = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
         said = f"{code}" if error.code is None or isinstance(error.code, int) else f"{code}: {error.code}"
-        return Outcome("exited", said)
+        before = error.__context__
+        if isinstance(before, KeyboardInterrupt):
+            return Outcome("interrupted")
+        return Outcome("exited", said, "" if before is None else _trace_of(before))
     if isinstance(error, KeyboardInterrupt):
         return Outcome("interrupted")
-    return Outcome("raised", shown(error), "".join(traceback.format_exception(error)))
+    return Outcome("raised", shown(error), _trace_of(error))
+
+
+def _trace_of(error: BaseException) -> str:
+    """Return the traceback, from the script's first line on."""
+    frame = error.__traceback__
+    while frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith(("mpamp.", "runpy")):
+        frame = frame.tb_next
+    own = error.__traceback__ if frame is None else frame
+    return "".join(traceback.format_exception(type(error), error, own))
 
 
 def _machine() -> dict[str, Any]:

@@ -95,6 +95,7 @@ class Report:
         steps: What the steps that were looked at op by op gave.
         comparison: Beside float32; None where that wasn't asked for.
         torch_regions: Entered regions of ``torch.autocast``, which the trace doesn't see.
+        half_models: Models whose weights are in lower precision themselves.
         advice: The weightiest first.
         sections: Others'.
         left_out: Plugins whose sections failed, a line each.
@@ -109,6 +110,7 @@ class Report:
     scalers: list[ScaleLog]
     steps: Steps
     torch_regions: int = 0
+    half_models: tuple[str, ...] = ()
     comparison: Comparison | None = None
     advice: list[Advice] = field(default_factory=list)
     sections: list[Section] = field(default_factory=list)

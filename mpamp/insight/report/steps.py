@@ -43,6 +43,11 @@ class Steps:
     overflows: dict[tuple[str, ...], tuple[Overflow, _Count]] = field(default_factory=dict)
     underflows: dict[str, tuple[Underflow, _Count]] = field(default_factory=dict)
 
+    @property
+    def overflowed(self) -> int:
+        """Steps that had an overflow."""
+        return sum(count.steps for _, count in self.overflows.values())
+
     def take(self, report: StepReport) -> None:
         """Add a step up."""
         self.watched += 1
