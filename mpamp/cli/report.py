@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -75,11 +77,27 @@ def reported(
         collecting = reporting(_of_this_rank(out), shlex.join((str(script), *arguments)), watch=watch)
     collecting.compare = again
     try:
-        with collecting:
+        with _terminated_as_exit(), collecting:
             yield
     finally:
         if collecting.report is not None:
             click.echo(f"mpamp: the report is in {collecting.path}", err=True)
+
+
+@contextmanager
+def _terminated_as_exit() -> Iterator[None]:
+    """Have a program that is told to terminate, as by a batch system, end in a way that leaves time for a report."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    is_ours = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, end) if is_ours else None
+    try:
+        yield
+    finally:
+        if is_ours and signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _of_this_rank(out: Path) -> Path:
@@ -119,4 +137,5 @@ def _compared(script: Path, arguments: tuple[str, ...]) -> Comparison:
                 last = " / ".join(done.stderr.strip().splitlines()[-_LAST_LINES:])
                 return Comparison("float32", problem=f"Run again, {name}, it ended with {done.returncode}: {last}")
             found.append(json.loads(file.read_text(encoding="utf-8")))
-    return Comparison("float32", *found)
+    mixed, plain = found
+    return Comparison("float32", mixed, plain)

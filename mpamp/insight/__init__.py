@@ -62,7 +62,7 @@ def explain(model: torch.nn.Module, *inputs: Any, **kwargs: Any) -> Trace:
 def reporting(path: str | os.PathLike[str] | None, script: str = "", *, watch: int = 20) -> Reporting:
     """Return a context manager that looks at what runs inside, and writes a report of it as one HTML page.
 
-    ``mpamp report script.py`` does so around a script. What is raised inside goes on; the report is written and says so.
+    ``mpamp report script.py`` does so around a script. What is raised inside goes on, and the report says so.
 
     Args:
         path: Where to; None writes nothing, and ``report`` of what is returned has it as values.

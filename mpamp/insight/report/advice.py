@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..overflow_report import Overflow, plain
 from ..records import Finding
+from .report import Advice, Report
 
-if TYPE_CHECKING:
-    from .report import Report
-
-__all__ = ["Advice", "advise"]
+__all__ = ["advise"]
 
 _MOST_FINDINGS = 12
 _TOO_FEW = 0.005
@@ -23,25 +20,6 @@ _FAR = 2.0**24
 """Times what fits: gradients so small don't change a float32 weight whose other gradients are as large as that."""
 _MANY_SKIPS = 0.02
 """A scale that doubles every 2,000 steps is too large once in as many."""
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """One thing to do.
-
-    Attributes:
-        rank: 0 for what makes results wrong, 1 for steps or gradients that are lost, 2 for time, 3 for the rest.
-        worth: Within its rank: the share of steps, gradients or time that it is about, from 0 to 1.
-        title: What is the matter.
-        why: What was seen, in numbers.
-        do: What to do, in words or code.
-    """
-
-    rank: int
-    worth: float
-    title: str
-    why: str
-    do: str
 
 
 def advise(report: Report) -> list[Advice]:

@@ -11,18 +11,20 @@ from ..records import OpUse, short_name
 from ..text import size
 from .scaling import ScaleLog, Skip
 
-__all__ = ["Bar", "Line", "Mark", "bars", "scale_line", "shares"]
+__all__ = ["Bar", "Line", "Mark", "bars", "by_module", "by_op", "scale_line", "shares"]
 
 _MOST_MARKS = 250
+_MOST_BARS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: what it is of, how long it is in percent of the longest, and what it says."""
+    """One bar: what it is of, how long it is in percent of the longest, what it says, and how it is painted."""
 
     name: str
     percent: float
     value: str
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,11 @@ def bars(
         if use.phase != "compiled":
             sums[key(use)] = sums.get(key(use), 0) + value(use)
     ordered = sorted(((name, number) for name, number in sums.items() if number), key=lambda pair: -pair[1])
-    top, rest = ordered[:12], ordered[12:]
-    if rest:
-        top.append((f"{len(rest)} others", sum(number for _, number in rest)))
-    most = max((number for _, number in top), default=1)
-    return [Bar(name, 100 * number / most, shown(number)) for name, number in top]
+    top, rest = ordered[:_MOST_BARS], ordered[_MOST_BARS:]
+    others = sum(number for _, number in rest)
+    most = max([others, *(number for _, number in top)], default=1) or 1
+    found = [Bar(name, 100 * number / most, shown(number)) for name, number in top]
+    return [*found, Bar(f"{len(rest)} others", 100 * others / most, shown(others), "rest")] if rest else found
 
 
 def by_op(uses: Iterable[OpUse]) -> list[Bar]:
@@ -66,8 +68,22 @@ def by_op(uses: Iterable[OpUse]) -> list[Bar]:
 
 
 def by_module(uses: Iterable[OpUse]) -> list[Bar]:
-    """Return the bytes that casts moved, by module."""
-    return bars(uses, lambda use: use.module or "(outside)", lambda use: use.cast_bytes, size)
+    """Return the bytes that casts moved, by module, as deep in the model as a dozen bars go.
+
+    Example:
+        >>> by_module([])
+        []
+    """
+    uses = list(uses)
+    names = [use.module.split(".") for use in uses if use.cast_bytes]
+    depth = 1
+    while depth < max(map(len, names), default=1) and len({tuple(n[: depth + 1]) for n in names}) <= _MOST_BARS:
+        depth += 1
+
+    def part(use: OpUse) -> str:
+        return ".".join(use.module.split(".")[:depth]) or "(outside)"
+
+    return bars(uses, part, lambda use: use.cast_bytes, size)
 
 
 def shares(uses: Iterable[OpUse], value: Callable[[OpUse], float]) -> list[tuple[str, float]]:
@@ -108,7 +124,7 @@ def _said(skip: Skip) -> str:
 def _powers(low: float, high: float, y: Callable[[float], float]) -> tuple[tuple[float, str], ...]:
     first, last = math.ceil(low), math.floor(high)
     step = max(1, math.ceil((last - first + 1) / 6))
-    return tuple((y(2.0**e), plain(2.0**e) if -7 < e < 24 else f"2^{e}") for e in range(first, last + 1, step))
+    return tuple((y(2.0**e), plain(2.0**e) if -7 < e < 18 else f"2^{e}") for e in range(first, last + 1, step))
 
 
 def _numbers(attempts: int, x: Callable[[float], float]) -> tuple[tuple[float, str], ...]:

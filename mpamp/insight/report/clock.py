@@ -72,7 +72,7 @@ def peak_memory() -> dict[str, int]:
     kinds = {device.type for device in devices_in_use()}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     for kind in sorted(kinds | ({accelerator.type} if accelerator is not None else set())):
-        module = getattr(torch, kind, None)
+        module: Any = getattr(torch, kind, None)
         if hasattr(module, "max_memory_allocated") and module.is_initialized():
             found[kind] = int(module.max_memory_allocated())
     return found or _process()

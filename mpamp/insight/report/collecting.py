@@ -99,7 +99,9 @@ class Reporting:
         finally:
             self.report = report
             if self.path is not None:
-                report.to_html(self.path)
+                from .rendering import render  # needs jinja2
+
+                self.path.write_text(render(report), encoding="utf-8")
 
     def _made(self, outcome: Outcome) -> Report:
         clock = self._clock.to_dict()

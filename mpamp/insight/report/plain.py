@@ -27,7 +27,9 @@ def autocast_off() -> Iterator[None]:
     original = torch.autocast.__init__
 
     @functools.wraps(original)
-    def disabled(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+    def disabled(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ) -> None:
         original(self, device_type, dtype, False, cache_enabled)
 
     torch.autocast.__init__ = disabled  # type: ignore[method-assign]
@@ -44,7 +46,7 @@ def torch_regions_counted(count: list[int]) -> Iterator[None]:
 
     Those are left out by which mpamp, and torch's recomputing, put back what there was.
     """
-    original = torch.autocast.__enter__
+    original: Any = torch.autocast.__enter__
 
     @functools.wraps(original)
     def entered(self: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -23,7 +24,7 @@ def _template() -> Any:
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_text), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(plain=plain, size=size, ms=_ms, number=lambda n: f"{n:,}")
+    environment.filters.update(plain=plain, size=size, ms=_ms, number=lambda n: f"{n:,}", marked=_marked)
     environment.globals["style"], environment.globals["program"] = _text("report.css"), _text("report.js")
     return environment.get_template("report.html")
 
@@ -75,6 +76,27 @@ def rows_as_json(uses: tuple[OpUse, ...]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+_CODE = re.compile(
+    r"""with\ mpamp[^:]*:            # a region
+    | ops=\{[^}]*\}
+    | [\w.]+\((?:[^()]|\([^()]*\))*\)(?:\.\w+\([^()]*\))*   # a call, with calls in it and on it
+    | mpamp\.\w+ | \.\w+\(\) | init_scale=\S+ | growth_interval | max_scale""",
+    re.VERBOSE,
+)
+
+
+def _marked(text: str) -> Any:
+    """Return text in which what is code is marked as such."""
+    from markupsafe import Markup
+
+    found, last = Markup(), 0
+    for match in _CODE.finditer(text):
+        found += text[last : match.start()]
+        found += Markup("<code>{}</code>").format(match[0])
+        last = match.end()
+    return found + text[last:]
+
+
 def _ms(value: float) -> str:
     return f"{value:.3g} ms" if value < 1000 else f"{value / 1000:.3g} s"
 
@@ -93,7 +115,12 @@ def _compared(report: Report) -> list[tuple[str, list[charts.Bar]]]:
     for place in found.mixed["memory"].keys() & found.plain["memory"].keys():
         what = "of the process" if place == "process" else f"of tensors on {place}"
         pairs.append((f"Most memory {what}", found.mixed["memory"][place], found.plain["memory"][place], size))
+    return [(title, _two(a, b, found.other, shown)) for title, a, b, shown in pairs]
+
+
+def _two(mixed: float, other: float, name: str, shown: Any) -> list[charts.Bar]:
+    most = max(mixed, other)
     return [
-        (title, [charts.Bar(n, 100 * v / max(a, b), f(v)) for n, v in (("as it is", a), (found.other, b))])
-        for title, a, b, f in pairs
+        charts.Bar("as it is", 100 * mixed / most, shown(mixed)),
+        charts.Bar(name, 100 * other / most, shown(other), "plain"),
     ]

@@ -1,19 +1,16 @@
-"""The report: what a script did in mixed precision, as values, and as a page that needs no other file."""
+"""The report: what a script did in mixed precision, as values."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from ..records import Summary, use_to_dict
-from .advice import Advice
 from .scaling import ScaleLog
 from .steps import Steps
 
-__all__ = ["Comparison", "Html", "Outcome", "Report", "Section", "Table"]
+__all__ = ["Advice", "Comparison", "Html", "Outcome", "Report", "Section", "Table"]
 
 How = Literal["finished", "raised", "exited", "interrupted"]
 
@@ -78,6 +75,25 @@ class Section:
     """Text, a ``Table`` or ``Html``."""
     by: str = ""
     """The plugin's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One thing to do.
+
+    Attributes:
+        rank: 0 for what makes results wrong, 1 for steps or gradients that are lost, 2 for time, 3 for the rest.
+        worth: Within its rank: the share of steps, gradients or time that it is about, from 0 to 1.
+        title: What is the matter.
+        why: What was seen, in numbers.
+        do: What to do, in words or code.
+    """
+
+    rank: int
+    worth: float
+    title: str
+    why: str
+    do: str
 
 
 @dataclass(slots=True)
@@ -158,15 +174,6 @@ class Report:
             "advice": [{"title": one.title, "why": one.why, "do": one.do} for one in self.advice],
             "unseen": list(self.unseen),
         }
-
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the page, and write it to ``path`` if one is given; needs jinja2."""
-        from .rendering import render
-
-        text = render(self)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
 
 
 def _part(part: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the scalers of a script do: each attempt to step, its scale, whether it was skipped, and whose fault that was."""
+"""What the scalers of a script do: each attempt to step, its scale, and whose fault a skip was."""
 
 from __future__ import annotations
 

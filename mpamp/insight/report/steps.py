@@ -96,6 +96,7 @@ class StepWatch:
         if (self._finder is None or (trains and not self.found.trains)) and self._suits(root):
             self.close()
             self._finder = OverflowFinder(root, self._scaler, LEAST_SHARE)
+            self._finder.give_way = self.end
             self.found.model, self.found.trains, self._left = self._label(root), trains, self._limit
         finder = self._finder
         if finder is None:
