@@ -18,7 +18,9 @@ from typing import Any
 
 import click
 
-from mpamp.apex import amp, install
+from mpamp import apex as drop_in
+from mpamp import standins
+from mpamp.apex import amp
 from mpamp.cli.output import errors_as_exits
 from mpamp.cli.running import run_script
 from mpamp.insight import reporting
@@ -58,7 +60,8 @@ def report(
 
     The page is written however the script ends, and the exit code is the script's.
     """
-    install()
+    standins.install()
+    drop_in.install()
     if measure is not None:
         with _measured(measure, is_off):
             run_script(script, arguments)
@@ -69,7 +72,7 @@ def report(
 
 @contextmanager
 def reported(
-    out: Path, script: Path, arguments: tuple[str, ...], *, watch: int = 20, compare: str | None = None
+    out: Path, script: Path | str, arguments: tuple[str, ...], *, watch: int = 20, compare: str | None = None
 ) -> Iterator[None]:
     """Write a report of the script that runs inside."""
     again = None if compare is None else partial(_compared, script, arguments)
@@ -123,7 +126,7 @@ def _measured(file: Path, is_off: bool) -> Iterator[None]:
     file.write_text(json.dumps(clock.to_dict()), encoding="utf-8")
 
 
-def _compared(script: Path, arguments: tuple[str, ...]) -> Comparison:
+def _compared(script: Path | str, arguments: tuple[str, ...]) -> Comparison:
     """Run the script in two processes of their own, in mixed precision and in float32."""
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +134,9 @@ def _compared(script: Path, arguments: tuple[str, ...]) -> Comparison:
             file = Path(folder) / "measured.json"
             file.unlink(missing_ok=True)
             click.echo(f"mpamp: runs the script again, {name}, to measure it", err=True)
-            command = [sys.executable, "-m", "mpamp", "report", "--measure", str(file), *more, str(script), *arguments]
+            options = ["--measure", str(file), *more]
+            program = ["-m", script] if isinstance(script, str) else [str(script)]
+            command = [sys.executable, "-m", "mpamp", "report", *options, *program, *arguments]
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
             if not file.exists():
                 last = " / ".join(done.stderr.strip().splitlines()[-_LAST_LINES:])

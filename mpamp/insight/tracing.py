@@ -24,7 +24,10 @@ from .recording import Recorder
 from .records import Finding, OpUse, Summary, use_to_dict
 from .text import as_rich, as_text
 
-__all__ = ["Trace", "explain"]
+__all__ = ["TORCH_REGIONS", "Trace", "explain"]
+
+TORCH_REGIONS = "Regions of torch.autocast outside of mpamp's."
+"""The line that says so, where nobody knows whether there were any."""
 
 
 class Trace:
@@ -99,7 +102,7 @@ class Trace:
         """What a trace of this process can't see."""
         found = [
             "Casts that gradients go through on their way back: autograd's, one for each cast that has a gradient.",
-            "Regions of torch.autocast outside of mpamp's.",
+            TORCH_REGIONS,
         ]
         if "torch._dynamo" in sys.modules:
             found.append(

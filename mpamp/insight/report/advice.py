@@ -42,7 +42,7 @@ def _regions(report: Report) -> Iterator[Advice]:
             1.0,
             "Only regions of torch.autocast ran: their casts can't be listed",
             f"{report.torch_regions} were entered, and none of mpamp's.",
-            f"Replace torch.autocast(...) by mpamp.autocast(...), which takes the same arguments: {region}",
+            f"mpamp.install() makes torch's regions mpamp's, as mpamp report script.py does; or write {region}",
         )
     elif report.half_models:
         yield Advice(
@@ -99,7 +99,8 @@ def _scales(report: Report) -> Iterator[Advice]:
             first += 1
         if log.skipped == log.attempts:
             fitting = [o.fitting_scale for o, _ in report.steps.overflows.values() if o.phase == "backward"]
-            fits = min((scale for scale in fitting if scale is not None), default=None)
+            known = [scale for scale in fitting if scale is not None]
+            fits = min(*known, log.points[-1][1] / 2) if known else None
             yield Advice(
                 0,
                 1.0,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...engine.scope import THREAD
 from ...regions.region import regions_off
 
 __all__ = ["autocast_off", "torch_regions_counted"]
@@ -44,18 +45,24 @@ def autocast_off() -> Iterator[None]:
 def torch_regions_counted(count: list[int]) -> Iterator[None]:
     """Add up in ``count[0]`` the enabled regions of torch's own that are entered inside: a trace doesn't see them.
 
-    Those are left out by which mpamp, and torch's recomputing, put back what there was.
+    Those are left out that ``mpamp.install`` makes mpamp's, and those by which torch and mpamp put back what there was.
     """
     original: Any = torch.autocast.__enter__
 
+    # Of this name, for mpamp.install looks for who enters a region above all that is called so.
     @functools.wraps(original)
-    def entered(self: Any) -> Any:
+    def __enter__(self: Any) -> Any:
+        entries = THREAD.state.entries
+        before = len(entries)
+        result = original(self)
         name = str(sys._getframe(1).f_globals.get("__name__"))
-        count[0] += bool(self._enabled) and not name.startswith(("mpamp.", "torch.utils."))
-        return original(self)
+        is_ours = len(entries) > before or name.startswith(("mpamp.", "torch.utils."))
+        count[0] += bool(self._enabled) and not is_ours
+        return result
 
-    torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+    torch.autocast.__enter__ = __enter__  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.autocast.__enter__ = original  # type: ignore[method-assign]
+        if torch.autocast.__enter__ is __enter__:
+            torch.autocast.__enter__ = original  # type: ignore[method-assign]

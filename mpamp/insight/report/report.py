@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..records import Summary, use_to_dict
+from ..tracing import TORCH_REGIONS
 from .scaling import ScaleLog
 from .steps import Steps
 
@@ -153,7 +154,10 @@ class Report:
     @property
     def unseen(self) -> tuple[str, ...]:
         """What this report can't say."""
-        return (*self.summary.unseen, *_unseen_steps(self.steps))
+        lines = [line for line in self.summary.unseen if line != TORCH_REGIONS]
+        if self.torch_regions:
+            lines.append(f"What was cast in {self.torch_regions} regions of torch.autocast that aren't mpamp's.")
+        return (*lines, *_unseen_steps(self.steps))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as values that JSON has."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -16,6 +17,8 @@ from ..places import module_frame
 __all__ = ["Roots"]
 
 Module = torch.nn.Module
+_OF_HOOKS = "Using `torch.compile\\(module\\)` when there are global hooks"
+"""What torch warns of: that a hook is called for what ``torch.compile`` gives too, which does no harm here."""
 
 
 class Roots:
@@ -33,10 +36,14 @@ class Roots:
     def followed(self) -> Iterator[None]:
         """Notice calls of modules inside."""
         handle = register_module_forward_pre_hook(self._enter)
+        warnings.filterwarnings("ignore", _OF_HOOKS)
+        mine: Any = warnings.filters[0]
         try:
             yield
         finally:
             handle.remove()
+            if mine in warnings.filters:  # else the script has made filters of its own
+                warnings.filters.remove(mine)  # type: ignore[attr-defined]
 
     def _enter(self, module: Module, _: Any) -> None:
         if torch.compiler.is_compiling() or module in self._inner:
