@@ -98,6 +98,11 @@ class OverflowFinder:
         stack.close()
         self.read()
 
+    def begin_inside(self) -> None:
+        """Begin to watch in a call of the model that has just begun, as a hook of the model's may."""
+        self.__enter__()
+        self._recorder.paths.entered(self.model)
+
     def read(self) -> StepReport | None:
         """End the step that is being watched, and return what went wrong in it; None if nothing was run.
 

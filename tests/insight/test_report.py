@@ -196,7 +196,8 @@ def test_calls_of_a_model_that_is_not_trained_are_looked_at() -> None:
             model(torch.full((1, 4), size))
     steps = report_of(collecting).steps
     assert (steps.trains, steps.watched, steps.overflowed) == (False, 2, 1)
-    assert [(key[0], key[2]) for key in steps.overflows] == [("linear", "forward")]
+    assert list(steps.overflows) == [("linear", "", "forward")]
+    assert [found.module for found, _ in steps.overflows.values()] == [""]  # the model itself
 
 
 def test_a_step_of_several_passes_is_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,12 +55,18 @@ class Steps:
         found = report.overflow
         if found is not None and len(self.overflows) < _MOST:
             key = (found.op, found.module or "", found.phase)
-            _, count = self.overflows.setdefault(key, (found, _Count(0, self.watched)))
+            kept, count = self.overflows.get(key, (found, _Count(0, self.watched)))
             count.steps += 1
+            self.overflows[key] = (found if _fitting(found) < _fitting(kept) else kept, count)
         for lost in report.underflows[:_MOST]:
             worst, count = self.underflows.get(lost.parameter, (lost, _Count(0, self.watched)))
             count.steps += 1
             self.underflows[lost.parameter] = (lost if lost.share > worst.share else worst, count)
+
+
+def _fitting(found: Overflow) -> float:
+    """Return the scale that fits; of several overflows at a place the least one is to be known."""
+    return math.inf if found.fitting_scale is None else found.fitting_scale
 
 
 class StepWatch:
@@ -121,7 +128,7 @@ class StepWatch:
 
     def _open(self, finder: OverflowFinder) -> None:
         try:
-            finder.__enter__()
+            finder.begin_inside()
         except MpampError as error:  # the script watches calls itself
             self.found.why_not = f"steps weren't looked at while the script did so itself: {error}"
         else:
