@@ -13,8 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import mpamp
-from mpamp import children, standins
 from mpamp import apex as drop_in
+from mpamp import children, standins
 from mpamp.cli.running import run_script
 from mpamp.devices.registry import device_state
 from mpamp.errors import PluginConflictError, PluginLoadError
