@@ -41,7 +41,7 @@ from .functions.registration import (
     unregister_op,
     unregister_promote_function,
 )
-from .insight import explain, trace
+from .insight import explain, reporting, trace
 from .plugins.backend import Backend
 from .regions.region import Region, autocast
 from .regions.threads import inherit_regions
@@ -134,6 +134,7 @@ __all__ = [
     "register_lower_precision_function",
     "register_op",
     "register_promote_function",
+    "reporting",
     "search_precision",
     "set_op_rules",
     "trace",

@@ -223,3 +223,15 @@ def test_what_the_page_of_traces_prints_is_what_it_prints(capsys: pytest.Capture
         return [re.sub(r" {2,}", " ", line) for line in found if "compiled" not in line]
 
     assert without_times(printed) == without_times(shown)
+
+
+def test_what_the_page_of_reports_prints_is_what_it_prints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("jinja2")
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"^```python\n(.+?)^```$", _page("report.md"), flags=re.M | re.S)
+    (shown,) = re.findall(r"^```text\n(.+?)^```$", _page("report.md"), flags=re.M | re.S)
+    exec(compile(code, "report.md", "exec"), {"__name__": "docs"})
+    assert capsys.readouterr().out == shown
+    assert "linear in 2 overflows" in (tmp_path / "report.html").read_text(encoding="utf-8")

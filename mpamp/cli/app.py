@@ -14,6 +14,7 @@ from mpamp.cli.doctor import doctor
 from mpamp.cli.ops import ops
 from mpamp.cli.output import errors_as_exits, quietly
 from mpamp.cli.plugins import load_all, plugins, plugins_left_out
+from mpamp.cli.report import report
 from mpamp.cli.run import run
 from mpamp.errors import PluginConflictError
 from mpamp.plugins.manager import manager
@@ -77,5 +78,5 @@ def app() -> None:
     """Automatic mixed precision for PyTorch on every device."""
 
 
-for command in (bench, build_core, demo, doctor, ops, plugins, run):
+for command in (bench, build_core, demo, doctor, ops, plugins, report, run):
     app.add_command(command)

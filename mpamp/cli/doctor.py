@@ -10,12 +10,11 @@ import torch
 
 import mpamp
 from mpamp import engine
-from mpamp.cli.output import PROBLEM, dtype_name, print_json, print_table
+from mpamp.cli.output import PROBLEM, print_json, print_table
 from mpamp.cli.plugins import examine_all, plugins_left_out, record
-from mpamp.devices.registry import DeviceState, device_state
-from mpamp.engine import needs_kernel
+from mpamp.devices.registry import device_state
 from mpamp.errors import MpampError, shown
-from mpamp.plugins.backend import Backend
+from mpamp.insight.machine import describe_device, describe_engine
 from mpamp.plugins.manager import manager
 
 __all__ = ["doctor"]
@@ -50,7 +49,7 @@ def _examine() -> dict[str, Any]:
     devices = []
     for name in names:
         try:
-            devices.append(_device(device_state(name)))
+            devices.append(describe_device(device_state(name)))
         except MpampError as error:
             problems[name] = str(error)
         except Exception as error:  # so may the vendor's module in torch
@@ -66,60 +65,9 @@ def _examine() -> dict[str, Any]:
         "device": current,
         "devices": devices,
         "plugins": plugins,
-        "engine": _engine(current if current in names else "cpu"),
+        "engine": describe_engine(current if current in names else "cpu"),
         "problems": told,
         "advice": _advice(current, devices, told),
-    }
-
-
-def _device(device: DeviceState) -> dict[str, Any]:
-    backend, own = device.backend, type(device.own_backend)
-    is_available = backend.is_available()
-    dtypes = {dtype_name(d): _support(backend, d) if is_available else "absent" for d in backend.lower_precision_dtypes}
-    return {
-        "type": backend.device_type,
-        "available": is_available,
-        "count": _count(backend.device_type) if is_available else 0,
-        "name": _name(backend.device_type) if is_available else None,
-        "backend": f"{own.__module__}.{own.__qualname__}",
-        "default_dtype": dtype_name(backend.default_dtype),
-        "dtypes": dtypes,
-        "faults": backend.known_faults() if is_available else [],
-    }
-
-
-def _support(backend: Backend, dtype: torch.dtype) -> str:
-    return "emulated" if backend.is_emulated(dtype) else "real"
-
-
-def _count(device_type: str) -> int:
-    count = getattr(getattr(torch, device_type, None), "device_count", None)
-    return 1 if count is None else int(count())
-
-
-def _name(device_type: str) -> str | None:
-    name = getattr(getattr(torch, device_type, None), "get_device_name", None)
-    if name is not None:
-        return str(name())
-    capability = getattr(getattr(torch.backends, device_type, None), "get_cpu_capability", None)
-    return None if capability is None else str(capability())
-
-
-def _engine(device_type: str) -> dict[str, Any] | None:
-    """Return whose kernels a region of the device's default table runs; None where it can't be entered."""
-    try:
-        device = device_state(device_type)
-    except MpampError:
-        return None  # it is among the problems
-    ours = needs_kernel(device, device.table, device.backend.default_dtype)
-    name, why = engine.which()
-    return {
-        "name": name,
-        "why": why,
-        "device": device_type,
-        "mpamp_kernels": len(ours),
-        "torch_kernels": len(set(device.table) - set(ours)),
-        "keeps_torch_kernels": hasattr(torch.library, "get_kernel"),
     }
 
 

@@ -48,6 +48,7 @@ class _Watcher:
     """The process's only one: autograd's threads have no other way to find it."""
 
     around: Around | None = None
+    give_way: Callable[[], None] | None = None
     libraries: ClassVar[dict[str, torch.library.Library]] = {}
     served: ClassVar[set[str]] = set()
     lock = threading.Lock()
@@ -75,10 +76,14 @@ def _serve_all_ops() -> None:
 
 
 @contextlib.contextmanager
-def watch_calls(around: Around) -> Iterator[None]:
+def watch_calls(around: Around, give_way: Callable[[], None] | None = None) -> Iterator[None]:
     """Have ``around`` called in the place of every call that this thread, and its backward passes, make.
 
     What it calls itself is seen as well: see ``unwatched``.
+
+    Args:
+        around: What is called.
+        give_way: Called where another wants to watch meanwhile: it must have left this context when it returns.
 
     Raises:
         MpampError: Someone is watching already.
@@ -91,17 +96,19 @@ def watch_calls(around: Around) -> Iterator[None]:
         >>> [op for op in seen if "softmax" in op]
         ['aten.softmax.int', 'aten._softmax.default']
     """
+    if _Watcher.give_way is not None:
+        _Watcher.give_way()
     with _Watcher.lock:
         if _Watcher.around is not None:
             raise MpampError("calls are being watched already: one of find_overflow and search_precision at a time.")
         _serve_all_ops()
-        _Watcher.around = around
+        _Watcher.around, _Watcher.give_way = around, give_way
     _set_included(_KEY, True)
     try:
         yield
     finally:
         _set_included(_KEY, False)
-        _Watcher.around = None
+        _Watcher.around = _Watcher.give_way = None
 
 
 @contextlib.contextmanager

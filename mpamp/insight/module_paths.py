@@ -49,6 +49,10 @@ class ModulePaths:
         """Return the name of the parameter or buffer whose memory a tensor has."""
         return self._tensors.get(_storage(tensor))
 
+    def entered(self, module: torch.nn.Module) -> None:
+        """Know that a module runs that was called before it was followed."""
+        self._stack.modules.append(module)
+
     @contextlib.contextmanager
     def followed(
         self, begins: Callable[[], None] | None = None, ends: Callable[[Any], None] | None = None

@@ -35,6 +35,7 @@ class OverflowFinder:
         steps: How many were read.
         reports: Of the steps in which something went wrong, the last hundred.
         waits: How often the host waited for the device.
+        give_way: Called where others want to find overflows meanwhile; it must end the watch. None: that is an error.
     """
 
     def __init__(self, model: torch.nn.Module, scaler: Any, least_share: float | None) -> None:
@@ -42,6 +43,7 @@ class OverflowFinder:
         self.scaler = scaler
         self.steps = self.waits = 0
         self.reports: deque[StepReport] = deque(maxlen=_KEPT_STEPS)
+        self.give_way: Callable[[], None] | None = None
         self._least_share = least_share
         self._recorder = Recorder(ModulePaths(model), looks_for_underflow=least_share is not None)
         self._open: contextlib.ExitStack | None = None
@@ -53,6 +55,16 @@ class OverflowFinder:
     def first(self) -> StepReport | None:
         """The first of the reports, or None if nothing went wrong."""
         return self.reports[0] if self.reports else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is watching."""
+        return self._open is not None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward pass of the step that is being watched has brought gradients."""
+        return bool(self._gradients)
 
     @property
     def skips(self) -> list[StepReport]:
@@ -73,7 +85,7 @@ class OverflowFinder:
                 if param.requires_grad:
                     hook = param.register_hook(self._gradient_hook(name))
                     stack.callback(hook.remove)
-            stack.enter_context(watch_calls(self._recorder))
+            stack.enter_context(watch_calls(self._recorder, self.give_way))
             self._reset()
             self._open = stack.pop_all()
         return self
@@ -85,6 +97,11 @@ class OverflowFinder:
         stack, self._open = self._open, None
         stack.close()
         self.read()
+
+    def begin_inside(self) -> None:
+        """Begin to watch in a call of the model that has just begun, as a hook of the model's may."""
+        self.__enter__()
+        self._recorder.paths.entered(self.model)
 
     def read(self) -> StepReport | None:
         """End the step that is being watched, and return what went wrong in it; None if nothing was run.

@@ -53,7 +53,7 @@ class Places:
 
     def here(self) -> tuple[str, Module | None]:
         """Return the name of the module that is running on the calling thread, and the module."""
-        frame = _module_frame(sys._getframe(1))
+        frame = module_frame(sys._getframe(1))
         if frame is None:
             return "", None
         module: Module = frame.f_locals["self"]
@@ -107,7 +107,7 @@ def compiled_place() -> str:
     return _LOCAL.sub("", names[-1]).removeprefix("_modules.") if names else ""
 
 
-def _module_frame(frame: FrameType | None) -> FrameType | None:
+def module_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code is not _CALL:
         frame = frame.f_back
     return frame
@@ -115,8 +115,8 @@ def _module_frame(frame: FrameType | None) -> FrameType | None:
 
 def _outermost(frame: FrameType) -> Module:
     found = frame
-    above = _module_frame(frame.f_back)
+    above = module_frame(frame.f_back)
     while above is not None:
-        found, above = above, _module_frame(above.f_back)
+        found, above = above, module_frame(above.f_back)
     module: Module = found.f_locals["self"]
     return module

@@ -70,6 +70,11 @@ class Recorder:
             self.history.append((call.op, place, phase, len(made), call.ns))
             self.faults.look(call, tensors, rule, place, module)
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether there are some."""
+        return bool(self._tallies)
+
     def uses(self) -> list[OpUse]:
         """Return how each op was used, in the order in which they were first called."""
         with self._lock:

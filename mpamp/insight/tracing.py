@@ -24,7 +24,10 @@ from .recording import Recorder
 from .records import Finding, OpUse, Summary, use_to_dict
 from .text import as_rich, as_text
 
-__all__ = ["Trace", "explain"]
+__all__ = ["TORCH_REGIONS", "Trace", "explain"]
+
+TORCH_REGIONS = "Regions of torch.autocast outside of mpamp's."
+"""The line that says so, where nobody knows whether there were any."""
 
 
 class Trace:
@@ -77,6 +80,11 @@ class Trace:
         return list(self._recorder.history)
 
     @property
+    def has_calls(self) -> bool:
+        """Whether an op was seen; quick to ask."""
+        return self._recorder.has_calls
+
+    @property
     def calls(self) -> int:
         """Calls of ops that ran, those of compiled programs not among them."""
         return self.summary().total("calls")
@@ -101,7 +109,7 @@ class Trace:
         """What a trace of this process can't see."""
         found = [
             "Casts that gradients go through on their way back: autograd's, one for each cast that has a gradient.",
-            "Regions of torch.autocast outside of mpamp's.",
+            TORCH_REGIONS,
         ]
         if "torch._dynamo" in sys.modules:
             found.append(

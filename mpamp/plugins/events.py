@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["ScaleEvent", "ScalerArguments"]
+__all__ = ["ReportSections", "ScaleEvent", "ScalerArguments"]
 
 
 class ScalerArguments(Protocol):
@@ -36,3 +36,13 @@ class ScaleEvent:
     scale: float
     skipped: bool
     optimizer: torch.optim.Optimizer
+
+
+class ReportSections(Protocol):
+    """What ``mpamp_report_sections`` is given: the report of a run."""
+
+    def add_section(self, title: str, *parts: Any) -> None:
+        """Add a section: text, rows whose first one is the headings, or objects with a ``_repr_html_``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the report holds, as values that JSON has."""

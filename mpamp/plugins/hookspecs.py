@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import click
 
     from .backend import Backend
-    from .events import ScaleEvent, ScalerArguments
+    from .events import ReportSections, ScaleEvent, ScalerArguments
 
 __all__ = ["API_VERSION", "hookimpl", "hookspec"]
 
@@ -61,4 +61,12 @@ def mpamp_cli(app: click.Group) -> None:
 
     Called when the command is asked for a list of its commands, or for one that is not mpamp's own; ``app`` holds those
     of the plugin alone. A name that is taken is a conflict.
+    """
+
+
+@hookspec
+def mpamp_report_sections(report: ReportSections) -> None:
+    """Add sections to a report, by ``report.add_section(title, *parts)``; ``report.to_dict()`` is what was seen.
+
+    Called when the script is over, before the report is written. A plugin that fails adds none, and the report says so.
     """

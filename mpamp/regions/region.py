@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -81,7 +82,7 @@ class _Spec:
         """The version of the device's rules and kernels that the region can be entered at without asking anything."""
         self.type, self.key, self.index = self.device.type, self.device.key, self.device.index
         self.args = (self.type, dtype, enabled, cache, ops, persistent)
-        self.enabled = bool(enabled)
+        self.enabled = bool(enabled) and not _off
         self.dtype = _check_dtype(self.device, dtype) if self.enabled else torch.float32
         default = self.device.table
         self.table = None if ops is None else self.device.table_for(ops)
@@ -122,6 +123,8 @@ class _Spec:
 _regions: dict[Any, Region] = {}
 _plain: dict[tuple[str | torch.device, torch.dtype | None], Region] = {}
 _warned: set[str] = set()
+_off: list[None] = []
+"""Not empty where all regions that are made do nothing."""
 
 
 def _device_type(device: str | torch.device | None) -> str:
@@ -221,6 +224,26 @@ def _region_of(device: Any, dtype: Any, enabled: bool, cache: bool, ops: Ops, pe
             _regions.pop(next(iter(_regions)), None)
         _regions[key] = region
     return region
+
+
+@contextlib.contextmanager
+def regions_off() -> Iterator[None]:
+    """Have all regions that ``autocast`` gives inside, on any thread, be disabled ones: to compare with.
+
+    Example:
+        >>> with regions_off(), autocast("cpu", dtype=torch.bfloat16):
+        ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        torch.float32
+    """
+    _off.append(None)
+    _regions.clear()
+    _plain.clear()
+    try:
+        yield
+    finally:
+        _off.pop()
+        _regions.clear()
+        _plain.clear()
 
 
 def forget_regions(device_type: str) -> None:

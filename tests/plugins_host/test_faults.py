@@ -233,6 +233,8 @@ def _commands() -> None:
     from mpamp.cli.app import _Commands
 
     _Commands(name="mpamp").take_in_plugins()
+    with mpamp.reporting(None):
+        pass
 
 
 @pytest.mark.parametrize("hook", HOOKS)
