@@ -1,1 +1,1 @@
-"""mpamp in the training frameworks, by one line: a module for each, none of which is imported before it is asked for."""
+"""mpamp in the training frameworks, by one line: a module for each, not imported before it is asked for."""

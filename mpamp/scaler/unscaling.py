@@ -80,7 +80,7 @@ class UnscalingPart(ScalerSettings):
             return
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
-        if state["stage"] is OptState.UNSCALED and not self._ledger.has_late(optimizer):
+        if self.is_unscaled(optimizer):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
@@ -89,6 +89,28 @@ class UnscalingPart(ScalerSettings):
         state["found_inf_per_device"] = _either(state["found_inf_per_device"], self._on_all_ranks(found))
         self._ledger.record(optimizer, state)
         state["stage"] = OptState.UNSCALED
+
+    def is_unscaled(self, optimizer: Optimizer) -> bool:
+        """Tell whether ``unscale_`` has been called for an optimizer, and no gradient has come since.
+
+        False after its step, and if scaling is disabled.
+
+        Example:
+            >>> from mpamp.scaler import GradScaler
+            >>> weight = torch.ones(1, requires_grad=True)
+            >>> optimizer, scaler = torch.optim.SGD([weight]), GradScaler("cpu")
+            >>> scaler.scale(weight.sum()).backward()
+            >>> scaler.unscale_(optimizer)
+            >>> scaler.is_unscaled(optimizer)
+            True
+            >>> scaler.scale(weight.sum()).backward()
+            >>> scaler.is_unscaled(optimizer)
+            False
+        """
+        if not self._enabled:
+            return False
+        state = self._state_of(optimizer)
+        return state["stage"] is OptState.UNSCALED and not self._ledger.has_late(optimizer)
 
     def _state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._ledger.open(self._per_optimizer_states, optimizer)
