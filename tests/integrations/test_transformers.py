@@ -67,6 +67,10 @@ def trainer_of(
     return kind(model, args, train_dataset=rows(512), eval_dataset=rows(64), **(init or {}))
 
 
+def scaled(**options: Any) -> mpamp.GradScaler:
+    return mpamp.GradScaler("cpu", **options)
+
+
 def logged(trainer: Any, name: str) -> list[float]:
     return [line[name] for line in trainer.state.log_history if name in line]
 
@@ -75,7 +79,7 @@ def logged(trainer: Any, name: str) -> list[float]:
 def test_losses_are_float32s(dtype: torch.dtype, tmp_path: Path) -> None:
     plain = trainer_of(tmp_path, kind=Trainer)
     plain.train()
-    trainer = trainer_of(tmp_path, dtype, init={"scaler_options": {"init_scale": 2.0**10}} if dtype is F16 else None)
+    trainer = trainer_of(tmp_path, dtype, init={"scaler": scaled(init_scale=2.0**10)} if dtype is F16 else None)
     with WeightCastCounter(trainer.model) as casts:
         trainer.train()
     assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=TOLERANCE[dtype])
@@ -96,6 +100,11 @@ def test_the_trainers_own_float16_does_nothing_here(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.model.net.seen == [F32]
     assert trainer.accelerator.scaler is None
+
+
+def test_a_scaler_is_for_float16(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a scaler is for"):
+        trainer_of(tmp_path, BF16, init={"scaler": scaled()})
 
 
 def test_without_a_flag_nothing_is_done(tmp_path: Path) -> None:
@@ -168,7 +177,7 @@ def test_a_skipped_step_holds_the_scheduler_back(optim: str, tmp_path: Path) -> 
 
 def test_resuming_is_exact(tmp_path: Path) -> None:
     options: dict[str, Any] = {"optim": "adamw_torch", "save_steps": 6, "save_strategy": "steps"}
-    init = {"scaler_options": {"init_scale": 2.0**10, "growth_interval": 5}}
+    init = {"scaler": scaled(init_scale=2.0**10, growth_interval=5)}
     whole = trainer_of(tmp_path, F16, init=init, **options)
     whole.train()
     resumed = trainer_of(tmp_path, F16, **options)
@@ -183,7 +192,7 @@ def bert(folder: Path, dtype: torch.dtype, **arguments: Any) -> Any:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = BertConfig(vocab_size=17, num_labels=10, max_position_embeddings=64, **sizes)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    trainer = trainer_of(folder, dtype, BertForSequenceClassification(config), max_steps=6, **arguments)
+    trainer = trainer_of(folder, dtype, BertForSequenceClassification(config), max_steps=4, **arguments)
     images, labels = digits()
     tokens = (images[:192] * 16).long()
     trainer.train_dataset = [{"input_ids": tokens[i], "labels": labels[i]} for i in range(192)]
@@ -195,7 +204,8 @@ def test_a_model_of_transformers_with_checkpointing(tmp_path: Path) -> None:
     for dtype, checkpointing in ((F32, False), (F16, False), (F16, True)):
         trainer = bert(tmp_path, dtype, optim="adamw_torch", learning_rate=2e-3, max_grad_norm=1.0)
         if checkpointing:
-            trainer.model.gradient_checkpointing_enable()
+            model = trainer.model  # transformers 5 gives the method another name
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         with WeightCastCounter(trainer.model) as casts:
             trainer.train()
         losses[dtype, checkpointing] = logged(trainer, "loss")
