@@ -65,7 +65,9 @@ def test_every_environment_is_toxs(tox: configparser.ConfigParser) -> None:
     assert [env for env in sorted(named) if not is_known(env, tox)] == []
 
 
-@pytest.mark.parametrize("wrong", ["torch99-cpu", "torch213-gpu", "lints", "torchlatest-fake-hpu", "python311-torch28-cpu"])
+@pytest.mark.parametrize(
+    "wrong", ["torch99-cpu", "torch213-gpu", "lints", "torchlatest-fake-hpu", "python311-torch28-cpu"]
+)
 def test_the_check_of_environments_can_fail(wrong: str, tox: configparser.ConfigParser) -> None:
     assert not is_known(wrong, tox)
 

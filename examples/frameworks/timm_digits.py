@@ -1,6 +1,6 @@
 """Train a small timm model on scikit-learn's digits in mixed precision, on any device.
 
-The lines to change are the import of ``NativeScaler`` and the region. The rest is what a training script made with timm has.
+The lines to change are the import of ``NativeScaler`` and the region. The rest is timm's.
 Usage: python timm_digits.py [--device cpu] [--epochs 3]
 """
 
@@ -20,15 +20,15 @@ from mpamp.integrations.timm import NativeScaler
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=5)
     args = parser.parse_args()
 
     torch.manual_seed(0)
     digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
-    images = torch.nn.functional.interpolate(images, size=32).to(args.device)
+    images = (torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16).to(args.device)
     labels = torch.tensor(digits.target).to(args.device)
-    model = timm.create_model("test_resnet", num_classes=10, in_chans=1).to(args.device)
+    sizes = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 64, "depth": 2, "num_heads": 2}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **sizes).to(args.device)
     optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=3e-3)
     loss_scaler = NativeScaler(args.device)
     for epoch in range(args.epochs):

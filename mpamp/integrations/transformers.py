@@ -23,12 +23,12 @@ __all__ = ["MpampTrainer", "MpampTrainerMixin"]
 
 
 class MpampTrainerMixin:
-    """Put before ``Trainer``, or a class made of it: forward passes run in ``mpamp.autocast``, steps go by mpamp's scaler.
+    """Put before ``Trainer`` or a class made of it: forward passes run in ``mpamp.autocast``, steps by mpamp's scaler.
 
-    ``TrainingArguments`` say which: ``bf16=True``, or ``fp16=True`` with the scaler, on the CPU too, where the Trainer's
-    own ``fp16`` does nothing. The Trainer's loop, clipping, accumulation and checkpoints stay as they are, and a
-    checkpoint of a plain Trainer is resumed. Models return float32, as the Trainer's do. DeepSpeed and Megatron-LM see
-    to precision themselves: with them nothing changes.
+    ``TrainingArguments`` say which: ``bf16=True``, or ``fp16=True`` with the scaler, on the CPU too, where the
+    Trainer's own ``fp16`` does nothing. Its loop, clipping, accumulation and checkpoints stay as they are, and a
+    checkpoint of a plain Trainer is resumed. Models return float32, as the Trainer's do. DeepSpeed and Megatron-LM
+    see to precision themselves: with them nothing changes.
 
     Args:
         args: As the Trainer's.

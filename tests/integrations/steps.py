@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,16 +16,28 @@ TOLERANCE = {BF16: 0.02, F16: 0.005, F32: 1e-6}
 """How far a loss may be from float32's, relative to it: two units of the dtype's last place add up over the steps."""
 
 
-def needs(*modules: str) -> None:
-    """Skip the calling test module, with the reason, where one of these can't be imported."""
+def missing(*modules: str) -> str:
+    """Return why one of these can't be imported; empty if all can."""
     for module in modules:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 importlib.import_module(module)
         except Exception as error:  # torchvision beside another torch raises RuntimeError, for one
-            reason = f"{module} can't be imported: {type(error).__name__}: {str(error).splitlines()[0]}"
-            pytest.skip(reason, allow_module_level=True)
+            return f"{module} can't be imported: {type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
+
+
+def needs(*modules: str) -> None:
+    """Skip the calling test module where one of these can't be imported."""
+    if reason := missing(*modules):
+        pytest.skip(reason, allow_module_level=True)
+
+
+def skip_without(*modules: str) -> None:
+    """Skip the calling test where one of these can't be imported."""
+    if reason := missing(*modules):
+        pytest.skip(reason)
 
 
 @functools.cache
@@ -69,8 +80,3 @@ def sgd(model: torch.nn.Module) -> torch.optim.SGD:
 def weights_of(model: torch.nn.Module) -> Tensor:
     """Return all weights, as one vector."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def last_losses(train: Callable[[torch.dtype | None], Any], dtype: torch.dtype) -> tuple[float, float]:
-    """Return the last loss of training in float32 (``None``) and in a dtype."""
-    return float(train(None)), float(train(dtype))

@@ -97,7 +97,7 @@ def test_what_a_logger_raises_is_one_warning_and_training_goes_on() -> None:
 
 
 def test_nothing_is_read_for_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A result that the host doesn't know, as of a fused optimizer on an accelerator, is logged when it is asked for."""
+    """A result that the host doesn't know, as of a fused optimizer on an accelerator, is logged when it is asked."""
     logged: list[Any] = []
     monkeypatch.setattr("mpamp.scaler.kernels.is_on_host", lambda value: False)
     scaler, rig = mpamp.GradScaler("cpu", init_scale=8.0, max_consecutive_skips=None), Rig(fused=True)

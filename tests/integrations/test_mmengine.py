@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,7 @@ from mpamp.integrations.mmengine import MpampOptimWrapper  # noqa: E402
 LOSS = torch.nn.functional.cross_entropy
 
 
-def train(
-    net: Net, wrapper: mmengine.optim.OptimWrapper, parts: Any
-) -> float:
+def train(net: Net, wrapper: mmengine.optim.OptimWrapper, parts: Any) -> float:
     for images, labels in parts:
         with wrapper.optim_context(net):
             loss = LOSS(net(images), labels)
@@ -95,7 +92,9 @@ def test_a_number_is_a_scale_that_stays(scale: float) -> None:
     assert wrapper.loss_scaler.get_scale() == 512.0
 
 
-@pytest.mark.parametrize(("argument", "error"), [({"loss_scale": "static"}, TypeError), ({"loss_scale": True}, TypeError)])
+@pytest.mark.parametrize(
+    ("argument", "error"), [({"loss_scale": "static"}, TypeError), ({"loss_scale": True}, TypeError)]
+)
 def test_a_wrong_scale_is_refused(argument: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match="loss_scale must be of type float, dict"):
         MpampOptimWrapper(optimizer=sgd(Net()), **argument)
@@ -169,9 +168,7 @@ AMP: dict[str, Any] = {"type": "MpampOptimWrapper", "dtype": "float16", "loss_sc
 
 
 @pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD:UserWarning")
-def test_a_runner_trains_as_in_float32_and_resumes_exactly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runner_trains_as_in_float32_and_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # MMEngine 0.10's own checkpoints hold its classes
     plain = runner_of(tmp_path / "float32", 2, wrapper={"type": "OptimWrapper"})
     plain.train()

@@ -15,13 +15,19 @@ from tests.integrations.steps import BF16, F16, TOLERANCE, Net, batches, needs, 
 needs("timm")
 import timm  # noqa: E402
 import timm.utils  # noqa: E402
+
 from mpamp.integrations.timm import NativeScaler  # noqa: E402
 
 LOSS = torch.nn.functional.cross_entropy
 
 
 def train(
-    loss_scaler: Any, dtype: torch.dtype | None, count: int = 12, net: Net | None = None, optimizer: Any = None, **call: Any
+    loss_scaler: Any,
+    dtype: torch.dtype | None,
+    count: int = 12,
+    net: Net | None = None,
+    optimizer: Any = None,
+    **call: Any,
 ) -> tuple[Net, Any, float]:
     net = Net() if net is None else net
     optimizer = sgd(net) if optimizer is None else optimizer

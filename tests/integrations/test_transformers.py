@@ -44,7 +44,12 @@ def rows(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def trainer_of(
-    folder: Path, dtype: torch.dtype = F32, model: Any = None, kind: Any = MpampTrainer, init: Any = None, **arguments: Any
+    folder: Path,
+    dtype: torch.dtype = F32,
+    model: Any = None,
+    kind: Any = MpampTrainer,
+    init: Any = None,
+    **arguments: Any,
 ) -> Any:
     settings = {
         "max_steps": 12,
