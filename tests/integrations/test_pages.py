@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -32,3 +34,14 @@ def test_its_python_runs(page: str, module: str, tmp_path: Path, monkeypatch: py
     for block in blocks:
         exec(compile(block, page, "exec"), names)
     assert any("integrations" in str(getattr(value, "__module__", "")) for value in names.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator:UserWarning")
+@pytest.mark.parametrize("name", ["ignite", "logging", "mmengine", "timm", "transformers"])
+def test_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest --doctest-modules leaves the room out, for its frameworks need not be there."""
+    skip_without(*(() if name == "logging" else ("transformers.trainer",) if name == "transformers" else (name,)))
+    monkeypatch.chdir(tmp_path)
+    results = doctest.testmod(importlib.import_module(f"mpamp.integrations.{name}"))
+    assert results.attempted >= 3
+    assert results.failed == 0
