@@ -120,7 +120,7 @@ def test_without_a_flag_nothing_is_done(tmp_path: Path) -> None:
 
 
 def test_rules_hold_in_training_and_evaluation(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, F16, init={"ops": {"linear": "fp32"}}, max_steps=2)
+    trainer = trainer_of(tmp_path, BF16, init={"ops": {"linear": "fp32"}}, max_steps=2)
     trainer.train()
     trainer.evaluate()
     assert set(trainer.model.net.seen) == {F32}
