@@ -159,6 +159,8 @@ def test_every_command_is_there_with_its_options() -> None:
         "op-pack.md",
         "overflow.md",
         "search.md",
+        "coming-from-torch-amp.md",
+        "coming-from-ipex.md",
     ],
 )
 def test_its_python_runs(page: str) -> None:

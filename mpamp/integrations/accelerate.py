@@ -60,6 +60,10 @@ class Accelerator(accelerate.Accelerator):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._use_mpamp(ops, persistent_cache, scaler)
+
+    def _use_mpamp(self, ops: Any, persistent_cache: bool, scaler: torch.amp.GradScaler | None) -> None:
+        """Set up what is ours; for an accelerator that somebody else made, too, which gets this class first."""
         self._ops = ops
         self._persistent_cache = persistent_cache
         self._iteration: Iteration | None = None

@@ -282,6 +282,15 @@ class PluginManager:
             with self.leaving_out(plugin, hook, part):
                 function(**arguments)
 
+    def add(self, plugin: object, name: str) -> None:
+        """Call the hooks of an object too, which came with no entry point and brings no backend."""
+        self._pm.register(plugin, name)
+
+    def remove(self, name: str) -> None:
+        """Call them no more; nothing happens if there is no such object."""
+        if self._pm.has_plugin(name):
+            self._pm.unregister(name=name)
+
     def implementations(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
         """Return the loaded plugins that implement a hook; what does it takes the hook's arguments, by name."""
         impls: list[pluggy.HookImpl] = getattr(self._pm.hook, hook).get_hookimpls()
