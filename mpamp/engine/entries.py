@@ -30,8 +30,8 @@ Entry = list[Any]
 """Who entered, torch's cache flag before (None if it wasn't changed), and the changes that undo what was done.
 
 An ordinary region has, instead of the changes, what they set: its key and whether that was excluded, device type and
-dtype, index and scope, the mark, the first carrier's key and whether that was excluded; of the compiled engine also each
-carrier's key, whether it was excluded, name and dtype, where the region has a mark of its own.
+dtype, index and scope, the mark, the first carrier's key and whether that was excluded. The compiled engine adds each
+carrier's key, whether that was excluded, name and dtype, where the region has a mark of its own.
 """
 
 

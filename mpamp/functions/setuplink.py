@@ -75,16 +75,17 @@ class SetupLink:
         return True
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+"""What calls forward, and knows the Function; None where that is C++ and has no frame, as from torch 2.14 on."""
 
 
 def watch(key: int) -> bool:
     """Wrap the ``setup_context`` of the Function whose ``apply`` calls the forward of the link of that key.
 
-    Tell whether there is one. It costs the same however many Functions there are, but in functorch's transforms,
-    which call the forward for Functions that they generate.
+    Tell whether there is one. It costs the same however many Functions there are, but where no frame knows which it is,
+    and in functorch's transforms, which call the forward for Functions that they generate.
     """
-    if torch._C._are_functorch_transforms_active():
+    if _APPLY is None or torch._C._are_functorch_transforms_active():
         return _links[key].watch()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _APPLY:

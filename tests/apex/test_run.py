@@ -11,7 +11,6 @@ import types
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 import mpamp.apex
