@@ -24,7 +24,8 @@ from .callers import is_torchs_frame
 __all__ = ["REGIONS", "region_of"]
 
 _AUTOCAST: Any = torch.amp.autocast_mode.autocast
-_UNMANAGED: Any = torch.amp.autocast_mode._UnmanagedAutocast
+_UNMANAGED: Any = getattr(torch.amp.autocast_mode, "_UnmanagedAutocast", None)
+"""What compiled code enters; torch.autocast itself up to 2.12, and told by who calls it."""
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
