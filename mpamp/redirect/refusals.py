@@ -25,8 +25,8 @@ INSTEAD = {
     "replicate": "Call the module itself: one device has no replicas",
 }
 """What to write instead, by the last part of the name."""
-_WORDS = ("accelerator", "dummy base class")
-"""What errors of a torch without the device say that don't name it."""
+_WORDS = ("accelerator", "dummy base class", "nvidia driver", "no gpus")
+"""What errors say that don't name the device: of a torch that is built without it, or for it and finds none."""
 
 
 def refused(name: str, device: torch.device) -> Callable[..., NoReturn]:

@@ -142,6 +142,8 @@ def test_a_refusal_names_the_idiom_and_the_remedy():
         "torch.zeros(1).pin_memory()",
         "torch.distributed.init_process_group('nccl', init_method='tcp://127.0.0.1:1', rank=0, world_size=1)",
         "raise SomeError('This needs a CUDA device')",
+        "raise SomeError('Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU')",
+        "raise SomeError('ProcessGroupNCCL is only supported with GPUs, no GPUs found!')",
     ],
 )
 def test_who_dies_for_want_of_a_device_is_told(program):
