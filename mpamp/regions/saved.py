@@ -39,7 +39,7 @@ def scope_now(device_type: str) -> Scope | None:
     return None if device is None else resolve(device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True, slots=True)  # never changed; torch 2.8's Dynamo takes no frozen one
 class DeviceAutocast:
     """Whether ops of one device are autocast, to which dtype, and by which of mpamp's scopes, if any."""
 
