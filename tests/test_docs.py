@@ -54,6 +54,21 @@ def test_they_build_without_a_warning(tmp_path: Path) -> None:
     assert "<!-- table" not in tables
 
 
+def test_the_front_page_and_the_navigation_have_each_page_once() -> None:
+    pages = [page.name for page in PAGES if page.name != "index.md"]
+    assert sorted(re.findall(r"\(([\w-]+\.md)\)", _page("index.md"))) == pages
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    headings, found = zip(*re.findall(r"^ +- \"?(.+?)\"?:(?: (\S+))?$", navigation, flags=re.M), strict=True)
+    assert sorted(filter(None, found)) == sorted([*pages, "index.md"])
+    assert len(set(headings)) == len(headings)
+
+
+def test_no_change_is_told_twice() -> None:
+    changes = re.findall(r"^- (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)
+    assert len(changes) > 40
+    assert len(set(changes)) == len(changes)
+
+
 # -- Hooks ---------------------------------------------------------------------------------------------
 
 
