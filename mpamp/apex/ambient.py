@@ -19,10 +19,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..engine.scope import THREAD
 from ..locks import turn
+from ..patching import Patches
 from ..regions.region import Region, autocast
 from .blocks import LOCAL, PROCESS, ThreadPart, casts_off, casts_on, threads
 from .errors import AmpUsageError
-from .patches import Patches
 
 __all__ = ["install", "installed", "now", "put_back", "withdraw"]
 
@@ -49,9 +49,9 @@ def install(regions: Sequence[Region], patch: Callable[[Patches], None]) -> None
         PROCESS.disabled = tuple(autocast(r.device_type, enabled=False) for r in regions)
         try:
             _synchronize(LOCAL.thread)
-            _patches.replace(threading.Thread, "start", _starting)
-            _patches.replace(torch.autograd, "_engine_run_backward", _without_casts)
-            _patches.replace(torch.autograd.function.BackwardCFunction, "apply", _with_casts)
+            _patches.wrap(threading.Thread, "start", _starting)
+            _patches.wrap(torch.autograd, "_engine_run_backward", _without_casts)
+            _patches.wrap(torch.autograd.function.BackwardCFunction, "apply", _with_casts)
             patch(_patches)
         except BaseException:
             withdraw()
@@ -87,7 +87,7 @@ def withdraw() -> None:
         _refuse_inside_a_region(LOCAL.thread)
         PROCESS.generation += 1
         PROCESS.regions = PROCESS.disabled = ()
-        _patches.withdraw()
+        _patches.undo()
         _synchronize(LOCAL.thread)
         _drop_hook()
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..functions.containers import mapping_like, sequence_like
+from .classes import passing_for, set_class
 from .masters import LOW
-from .patches import passing_for, set_class
 
 __all__ = ["ForwardCast", "cast_forward", "cast_layers", "cast_module", "cast_tree", "uncast_forward"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..patching import Patches
 from .masters import master_of, write_back
-from .patches import Patches
 
 __all__ = ["is_served", "leave_data_parallel", "serve_data_parallel"]
 
@@ -24,12 +24,12 @@ def serve_data_parallel() -> None:
     Ranks whose masters differ below the parameters' precision would drift apart.
     """
     if torch.distributed.is_available() and not is_served():
-        _patches.replace(sys.modules["torch.nn.parallel.distributed"], "_sync_module_states", _with_masters)
+        _patches.wrap(sys.modules["torch.nn.parallel.distributed"], "_sync_module_states", _with_masters)
 
 
 def leave_data_parallel() -> None:
     """Take that back."""
-    _patches.withdraw()
+    _patches.undo()
 
 
 def is_served() -> bool:

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import children
+from ..patching import Patches
 from .absent import INSTEAD, AbsentFinder, AbsentModule
 from .errors import DeprecatedFeatureWarning
 
@@ -67,7 +68,7 @@ MODULES: Mapping[str, str] = {
 _ABSENT = object()
 _CHILDREN = "mpamp.apex:install"
 _replaced: dict[str, Any] = {}
-_attributes: list[tuple[Any, str, Any]] = []
+_attributes = Patches()
 _finder = AbsentFinder()
 
 
@@ -112,10 +113,8 @@ def _put(name: str, module: ModuleType) -> None:
     package, _, last = name.rpartition(".")
     if package:
         owner = sys.modules[package]
-        before = vars(owner).get(last, _ABSENT)
-        if before is _ABSENT or name == "apex.amp":
-            _attributes.append((owner, last, before))
-            setattr(owner, last, module)
+        if last not in vars(owner) or name == "apex.amp":
+            _attributes.put(owner, last, module)
 
 
 def uninstall() -> None:
@@ -123,12 +122,7 @@ def uninstall() -> None:
     if not _replaced:
         return
     children.withdraw(_CHILDREN)
-    while _attributes:
-        owner, name, before = _attributes.pop()
-        if before is _ABSENT:
-            vars(owner).pop(name, None)
-        else:
-            setattr(owner, name, before)
+    _attributes.undo()
     for name, module in _replaced.items():
         if module is _ABSENT:
             sys.modules.pop(name, None)

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from ..devices.registry import get_backend
 from ..functions.annotated import casting
+from ..patching import Patches
 from ..regions.region import autocast
 from ..rules.optable import OpTable
 from . import ambient, blocks
 from .masters import LOW
-from .patches import Patches
 
 __all__ = ["FLOAT_COMPOSITES", "enter"]
 
@@ -46,9 +46,9 @@ def enter(devices: Set[str], dtype: torch.dtype, *, cache: bool, allow_banned: b
 
 
 def _patch(patches: Patches) -> None:
-    patches.replace(torch.Tensor, "cpu", _float_on_host)
+    patches.wrap(torch.Tensor, "cpu", _float_on_host)
     for name in FLOAT_COMPOSITES:
-        patches.replace(F, name, lambda function: casting(function, "fp32"))
+        patches.wrap(F, name, lambda function: casting(function, "fp32"))
 
 
 def _float_on_host(cpu: Any) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from .classes import passing_for, set_class
 from .errors import AmpUsageError
-from .patches import passing_for, set_class
 
 __all__ = ["Around", "Watch", "was_called"]
 

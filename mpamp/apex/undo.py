@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .classes import set_class
 from .holding import attributes, containers, with_wrapped
 from .masters import forget, keep, master_of
-from .patches import set_class
 
 __all__ = ["Undo"]
 

@@ -18,8 +18,7 @@ __all__ = ["redirect_autocast", "serve_regions"]
 def redirect_autocast(patches: Patches, target: Target) -> None:
     """Have torch's regions, scalers, decorators and autocast state for an absent device be the present one's."""
     for owner in (torch.amp.autocast_mode.autocast, torch.amp.GradScaler):
-        if owner.__module__.startswith("torch."):  # mpamp's own, by these names, ask for the device's state
-            patches.wrap(owner, "__init__", lambda original: _with_type(original, target, 1))
+        patches.wrap(owner, "__init__", lambda original: _with_type(original, target, 1))
     for name in ("custom_fwd", "custom_bwd"):
         patches.wrap(torch.amp, name, lambda original: _with_type(original, target, None))
         patches.wrap(torch.amp.autocast_mode, name, lambda original: _with_type(original, target, None))

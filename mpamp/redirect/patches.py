@@ -1,4 +1,4 @@
-"""One table of what is replaced in torch, and its way back."""
+"""What is replaced in torch so that it passes for what it stands for, with ``torch.jit.script`` too."""
 
 from __future__ import annotations
 
@@ -9,43 +9,40 @@ from typing import Any
 
 from torch.jit import _builtins
 
+from .. import patching
+
 __all__ = ["Patches", "wrapped"]
 
-_MISSING = object()
 
-
-class Patches:
-    """Attributes that were replaced, in order; ``undo`` leaves every owner as it was.
+class Patches(patching.Patches):
+    """Attributes that are replaced, by functions that look like those they stand for.
 
     Example:
         >>> import math
         >>> patches = Patches()
-        >>> patches.put(math, "pi", 3)
+        >>> patches.wrap(math, "sqrt", lambda original: lambda value: original(abs(value)))
+        >>> math.sqrt(-4.0), math.sqrt.__name__
+        (2.0, 'sqrt')
         >>> patches.undo()
-        >>> math.pi > 3
-        True
     """
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any]] = []
+        super().__init__()
         self._scripted: list[Any] = []
         self._ops: dict[int, str] = _builtins._get_builtin_table()  # made here, of functions that are torch's own
 
-    def put(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute of a module or a class; what it inherits is covered and not touched."""
-        self._replaced.append((owner, name, vars(owner).get(name, _MISSING)))
-        setattr(owner, name, value)
-
-    def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace a function by what ``make`` returns for it, if the owner has it: versions of torch differ."""
-        original = getattr(owner, name, None)
-        if original is not None:
-            function = wrapped(original, make(original))
-            if not isinstance(original, types.FunctionType):  # C functions don't always say where pickle finds them
-                function.__module__, function.__qualname__ = owner.__name__, name
-                vars(function).pop("__wrapped__", None)  # who asks for the source is not sent on to C
-            self.put(owner, name, function)
-            self._script_as(original, function)
+        if getattr(owner, name, None) is not None:
+            super().wrap(owner, name, lambda original: self._made(owner, name, original, make))
+
+    def _made(self, owner: Any, name: str, original: Any, make: Callable[[Any], Any]) -> Any:
+        function = wrapped(original, make(original))
+        if not isinstance(original, types.FunctionType):  # C functions don't always say where pickle finds them
+            function.__module__, function.__qualname__ = owner.__name__, name
+            vars(function).pop("__wrapped__", None)  # who asks for the source is not sent on to C
+        self._script_as(original, function)
+        return function
 
     def _script_as(self, original: Any, function: Any) -> None:
         """Have ``torch.jit.script`` take the new function for the op that the old one is."""
@@ -56,14 +53,9 @@ class Patches:
 
     def undo(self) -> None:
         """Put everything back, last first."""
+        super().undo()
         while self._scripted:
             self._ops.pop(id(self._scripted.pop()), None)
-        while self._replaced:
-            owner, name, value = self._replaced.pop()
-            if value is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 def wrapped(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

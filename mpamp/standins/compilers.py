@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 import torch
 
 from ..importing import after_import
+from ..patching import Patches
 from ..regions.region import traced_contexts
 from .callers import is_torchs
 from .regions import region_of
@@ -22,7 +24,7 @@ class _Compilers:
 
     def __init__(self) -> None:
         self._is_on = False
-        self._own: dict[str, Any] = {}
+        self._patches = Patches()
 
     def install(self) -> None:
         if not self._is_on:
@@ -34,21 +36,17 @@ class _Compilers:
         if not self._is_on:
             return
         self._is_on = False
-        if self._own:
-            variable = sys.modules[_MODULE].AutocastModeVariable
-            for name, function in self._own.items():
-                setattr(variable, name, function)
-            self._own = {}
+        self._patches.undo()
         _forget_compiled_code()
 
     def _patch(self) -> None:
-        if self._is_on and not self._own:
+        if self._is_on and not self._patches:
             variable = sys.modules[_MODULE].AutocastModeVariable
-            self._own = {name: vars(variable)[name] for name in ("enter", "exit")}
-            variable.enter, variable.exit = _enter(variable, **self._own), _exit(**self._own)
+            self._patches.wrap(variable, "enter", functools.partial(_enter, variable))
+            self._patches.wrap(variable, "exit", _exit)
 
 
-def _enter(variable: Any, enter: Any, exit: Any) -> Any:
+def _enter(variable: Any, enter: Any) -> Any:
     def enter_ours(self: Any, tx: Any, *args: Any) -> Any:
         contexts = _contexts(self, tx)
         if contexts is None:
@@ -63,7 +61,7 @@ def _enter(variable: Any, enter: Any, exit: Any) -> Any:
     return enter_ours
 
 
-def _exit(enter: Any, exit: Any) -> Any:
+def _exit(exit: Any) -> Any:
     def exit_ours(self: Any, tx: Any, *args: Any) -> Any:
         regions = self.__dict__.pop("mpamp_regions", None)
         if regions is None:

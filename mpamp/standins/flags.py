@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..engine.scope import THREAD
+from ..patching import Patches
 from ..regions.region import Region
 from .callers import is_torchs
 
@@ -24,19 +25,15 @@ class _Flags:
     """What stands where torch's functions stood."""
 
     def __init__(self) -> None:
-        self._own: dict[str, Any] = {}
+        self._patches = Patches()
 
     def install(self) -> None:
-        if not self._own:
-            self._own = {n: getattr(torch, n) for n in ("is_autocast_cache_enabled", "set_autocast_cache_enabled")}
-            get, put = self._own.values()
-            torch.is_autocast_cache_enabled = _get(get)
-            torch.set_autocast_cache_enabled = _put(put)
+        if not self._patches:
+            self._patches.wrap(torch, "is_autocast_cache_enabled", _get)
+            self._patches.wrap(torch, "set_autocast_cache_enabled", _put)
 
     def uninstall(self) -> None:
-        own, self._own = self._own, {}
-        for name, function in own.items():
-            setattr(torch, name, function)
+        self._patches.undo()
 
 
 def _get(own: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..functions import custom
+from ..patching import Patches, own_value
 
 __all__ = ["FUNCTIONS"]
 
@@ -33,27 +34,30 @@ class _Functions:
     """What stands where torch's functions stood."""
 
     def __init__(self) -> None:
-        self._own: dict[str, Any] = {}
+        self._patches = Patches()
 
     def install(self) -> None:
-        if not self._own:
-            self._own = {f.__name__: getattr(torch.amp.autocast_mode, f.__name__) for f in (custom_fwd, custom_bwd)}
+        if not self._patches:
             for function in (custom_fwd, custom_bwd):
-                _rebind(function.__name__, self._own[function.__name__], function)
+                for module in _having(function.__name__, _torchs(function)):
+                    self._patches.put(module, function.__name__, function)
 
     def uninstall(self) -> None:
-        own, self._own = self._own, {}
-        for function in (custom_fwd, custom_bwd):
-            if own:
-                _rebind(function.__name__, function, own[function.__name__])
+        if self._patches:
+            self._patches.undo()
+            for function in (custom_fwd, custom_bwd):
+                for module in _having(function.__name__, function):  # they have imported it meanwhile
+                    setattr(module, function.__name__, _torchs(function))
 
 
-def _rebind(name: str, before: Any, after: Any) -> None:
-    """Replace a function wherever a module has it under its name: others may have imported it by then."""
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if names is not None and names.get(name) is before and module.__name__ != __name__:
-            names[name] = after
+def _torchs(function: Any) -> Any:
+    return own_value(torch.amp.autocast_mode, function.__name__)
+
+
+def _having(name: str, function: Any) -> list[Any]:
+    """Return the modules that have a function under its name: others may have imported it by then."""
+    modules = [module for module in list(sys.modules.values()) if name in getattr(module, "__dict__", ())]
+    return [m for m in modules if own_value(m, name) is function and m.__name__ != __name__]
 
 
 FUNCTIONS = _Functions()

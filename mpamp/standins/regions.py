@@ -17,6 +17,8 @@ from ..devices.registry import device_state
 from ..engine.compiling import is_dynamo_compiling
 from ..engine.entries import enter, leave
 from ..errors import MpampError
+from ..locks import LOCK
+from ..patching import Patches
 from ..regions.decorating import decorate
 from ..regions.region import Region, autocast
 from .callers import is_torchs_frame
@@ -44,30 +46,39 @@ class _Regions:
         self.entered = _Entered()
         self.open: dict[int, tuple[Any, Region, bool]] = {}
         """What all threads have entered."""
-        self._own: dict[str, Any] = {}
+        self._patches, self._exit = Patches(), Patches()
 
     def install(self) -> None:
-        if not self._own:
-            own = {name: vars(_AUTOCAST)[name] for name in ("__enter__", "__exit__", "__call__")}
-            if hasattr(own["__exit__"], "_mpamp_own"):  # a thread was in a region at the last uninstall
-                own["__exit__"] = own["__exit__"]._mpamp_own
-            else:
-                _AUTOCAST.__exit__ = _exit(own["__exit__"])
-            self._own = own
-            _AUTOCAST.__enter__ = _enter(own["__enter__"])
-            _AUTOCAST.__call__ = _call(own["__call__"])
+        with LOCK:
+            if not self._patches:
+                self._put_exit()
+                self._patches.wrap(_AUTOCAST, "__enter__", _enter)
+                self._patches.wrap(_AUTOCAST, "__call__", _call)
 
     def uninstall(self) -> None:
-        own, self._own = self._own, {}
-        for name in own.keys() - {"__exit__"}:
-            setattr(_AUTOCAST, name, own[name])
-        self.put_back_exit()
+        with LOCK:
+            self._patches.undo()
+            self._put_exit_back()
 
-    def put_back_exit(self) -> None:
+    def begin(self, entry: tuple[Any, Region, bool]) -> None:
+        """Note what a thread enters; it may have come here just before an uninstall."""
+        with LOCK:
+            self.open[id(entry)] = entry
+            self._put_exit()
+
+    def end(self, entry: tuple[Any, Region, bool]) -> None:
+        with LOCK:
+            del self.open[id(entry)]
+            self._put_exit_back()
+
+    def _put_exit(self) -> None:
+        if not self._exit:
+            self._exit.wrap(_AUTOCAST, "__exit__", _exit)
+
+    def _put_exit_back(self) -> None:
         """Put torch's ``__exit__`` back unless a thread is in a region that only ours can end."""
-        ours = vars(_AUTOCAST)["__exit__"]
-        if not self._own and not self.open and hasattr(ours, "_mpamp_own"):
-            _AUTOCAST.__exit__ = ours._mpamp_own
+        if not self._patches and not self.open:
+            self._exit.undo()
 
 
 REGIONS = _Regions()
@@ -84,11 +95,11 @@ def _enter(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return own(instance)
         changes_dtype = not instance._enabled and instance.fast_dtype is not torch.get_autocast_dtype(instance.device)
         entry = (instance, region, changes_dtype)
-        REGIONS.open[id(entry)] = entry
+        REGIONS.begin(entry)
         try:
             region.__enter__()
         except BaseException:
-            del REGIONS.open[id(entry)]
+            REGIONS.end(entry)
             raise
         REGIONS.entered.all.append(entry)
         if changes_dtype:
@@ -112,11 +123,9 @@ def _exit(own: Callable[..., Any]) -> Callable[..., Any]:
         if changes_dtype:
             leave(entry)
         region.__exit__(*error)
-        del REGIONS.open[id(entry)]
-        REGIONS.put_back_exit()
+        REGIONS.end(entry)
         return False
 
-    __exit__._mpamp_own = own  # type: ignore[attr-defined]
     return __exit__
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..patching import Patches
 from ..scaler import GradScaler
 from ..scaler.config import PluginMadeMeta
 
@@ -67,16 +68,14 @@ class _Scalers:
     """What is replaced in ``torch.amp.GradScaler``, and the way back."""
 
     def __init__(self) -> None:
-        self._own: Any = None
+        self._patches = Patches()
 
     def install(self) -> None:
-        if self._own is None:
-            self._own = vars(_SCALER)["__init__"]
-            _SCALER.__init__ = _init(self._own)
+        if not self._patches:
+            self._patches.wrap(_SCALER, "__init__", _init)
 
     def uninstall(self) -> None:
-        if self._own is not None:
-            _SCALER.__init__, self._own = self._own, None
+        self._patches.undo()
 
 
 def _init(own: Callable[..., None]) -> Callable[..., None]:

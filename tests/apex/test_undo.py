@@ -16,7 +16,7 @@ from tests.apex import odd
 from tests.apex.training import LEVELS, data, net, sgd, start, step
 
 ROOM = Path(mpamp.apex.__file__).parent
-OWN_UNDOING = {"ambient.py", "blocks.py", "patches.py", "undo.py"}
+OWN_UNDOING = {"ambient.py", "blocks.py", "classes.py", "undo.py"}
 """Files that undo by themselves what they have half done; how is tested by failures of what they call."""
 
 
@@ -154,7 +154,7 @@ def test_regions_that_cannot_be_entered_change_nothing(level, earlier, what, mon
         start(earlier)
     model, optimizer = subject(odd.sgd)
     before = look(model, optimizer)
-    owner, name = (ambient.Region, "__enter__") if what == "region" else (ambient.Patches, "replace")
+    owner, name = (ambient.Region, "__enter__") if what == "region" else (ambient.Patches, "wrap")
     real, calls = getattr(owner, name), []
 
     def failing(self, *args):

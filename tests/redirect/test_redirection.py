@@ -84,7 +84,7 @@ def _nothing_stays():
 
 def test_the_listed_namespaces_are_those_that_are_touched():
     with room.redirect("cpu"):
-        owners = {owner for owner, _, _ in _active[0].patches._replaced}
+        owners = {place.owner for place, _ in _active[0].patches._layers}
     listed = [*(sys.modules[name] for name in MODULES), *CLASSES]
     assert owners <= set(listed)
     assert len(owners) > 25

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ...engine.scope import THREAD
+from ...patching import Patches
 from ...regions.region import regions_off
+from ...standins.callers import is_torchs_frame
 
 __all__ = ["autocast_off", "torch_regions_counted"]
 
@@ -25,20 +26,23 @@ def autocast_off() -> Iterator[None]:
         ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
         torch.float32
     """
-    original = torch.autocast.__init__
-
-    @functools.wraps(original)
-    def disabled(
-        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
-    ) -> None:
-        original(self, device_type, dtype, False, cache_enabled)
-
-    torch.autocast.__init__ = disabled  # type: ignore[method-assign]
+    patches = Patches()
+    patches.wrap(torch.autocast, "__init__", _disabled)
     try:
         with regions_off():
             yield
     finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
+        patches.undo()
+
+
+def _disabled(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ) -> None:
+        original(self, device_type, dtype, False, cache_enabled)
+
+    return __init__
 
 
 @contextlib.contextmanager
@@ -47,22 +51,23 @@ def torch_regions_counted(count: list[int]) -> Iterator[None]:
 
     Those are left out that ``mpamp.install`` makes mpamp's, and those by which torch and mpamp put back what there was.
     """
-    original: Any = torch.autocast.__enter__
+    patches = Patches()
+    patches.wrap(torch.autocast, "__enter__", functools.partial(_counted, count))
+    try:
+        yield
+    finally:
+        patches.undo()
 
+
+def _counted(count: list[int], original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     # Of this name, for mpamp.install looks for who enters a region above all that is called so.
     @functools.wraps(original)
     def __enter__(self: Any) -> Any:
         entries = THREAD.state.entries
         before = len(entries)
         result = original(self)
-        name = str(sys._getframe(1).f_globals.get("__name__"))
-        is_ours = len(entries) > before or name.startswith(("mpamp.", "torch.utils."))
+        is_ours = len(entries) > before or is_torchs_frame(1)
         count[0] += bool(self._enabled) and not is_ours
         return result
 
-    torch.autocast.__enter__ = __enter__  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if torch.autocast.__enter__ is __enter__:
-            torch.autocast.__enter__ = original  # type: ignore[method-assign]
+    return __enter__

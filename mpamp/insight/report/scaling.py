@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...engine.compiling import left_to_python
+from ...patching import Patches
 from ...scaler.gradients import has_non_finite
 from ...scaler.kernels import is_capturing
 from ...scaler.stepping import SteppingPart
@@ -91,12 +92,15 @@ class ScalerWatch:
         apex = sys.modules.get("mpamp.apex.scaler")
         if apex is not None:
             places += [(apex.LossScaler, "loss_scale", self._ask), (apex.LossScaler, "update_scale", self._update)]
-        with contextlib.ExitStack() as stack:
+        patches = Patches()
+        try:
             for owner, name, around in places:
-                stack.enter_context(_replaced(owner, name, around))
+                patches.wrap(owner, name, functools.partial(_listened, around))
             self._is_open = True
-            stack.callback(setattr, self, "_is_open", False)
             yield
+        finally:
+            self._is_open = False
+            patches.undo()
 
     # -- torch's scaler, and mpamp's -------------------------------------------------------------------
 
@@ -177,18 +181,10 @@ def _was_skipped(scaler: Any, optimizer: Any) -> bool:
     return any(bool(value) for value in found.values())
 
 
-@contextlib.contextmanager
-def _replaced(owner: type, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    original = owner.__dict__[name]
-
+def _listened(around: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     @left_to_python
     @functools.wraps(original)
     def listened(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    setattr(owner, name, listened)
-    try:
-        yield
-    finally:
-        if owner.__dict__[name] is listened:  # else someone put theirs around it, which stays and passes through
-            setattr(owner, name, original)
+    return listened
