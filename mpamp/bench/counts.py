@@ -117,7 +117,7 @@ def _launches(variant: Variant, device: torch.device) -> int | None:
         variant.batch(1)
         torch.accelerator.synchronize()
     ran = [event for event in profiler.key_averages() if event.device_type is not DeviceType.CPU]
-    return sum(event.count for event in ran if event.self_device_time_total and not event.is_user_annotation)
+    return sum(int(event.count) for event in ran if event.self_device_time_total and not event.is_user_annotation)
 
 
 def peak_memory(variant: Variant, device: torch.device) -> int | None:

@@ -82,8 +82,8 @@ def serve_autograd() -> None:
     function: Any = checkpoint.CheckpointFunction
     function.forward = staticmethod(_reentrant(function.forward))
     checkpoint._get_autocast_kwargs = _settings(checkpoint._get_autocast_kwargs)
-    original: Any = checkpoint._checkpoint_without_reentrant_generator
-    original = getattr(checkpoint, f"{original.__name__}_impl", original)  # from torch 2.14 on what both ways call
+    shim = checkpoint._checkpoint_without_reentrant_generator
+    original: Any = getattr(checkpoint, f"{shim.__name__}_impl", shim)  # from torch 2.14 on what both ways call
     replaced = _without_reentrant(original)
     for module in list(sys.modules.values()):  # others have it by name
         if getattr(module, "__dict__", {}).get(original.__name__) is original:
