@@ -82,12 +82,13 @@ def serve_autograd() -> None:
     function: Any = checkpoint.CheckpointFunction
     function.forward = staticmethod(_reentrant(function.forward))
     checkpoint._get_autocast_kwargs = _settings(checkpoint._get_autocast_kwargs)
-    shim = checkpoint._checkpoint_without_reentrant_generator
-    original: Any = getattr(checkpoint, f"{shim.__name__}_impl", shim)  # from torch 2.14 on what both ways call
+    names = [f"_checkpoint_without_reentrant_generator{end}" for end in ("_impl", "")]
+    name = next(name for name in names if hasattr(checkpoint, name))  # the first from torch 2.14 on, called by the other
+    original = getattr(checkpoint, name)
     replaced = _without_reentrant(original)
     for module in list(sys.modules.values()):  # others have it by name
-        if getattr(module, "__dict__", {}).get(original.__name__) is original:
-            vars(module)[original.__name__] = replaced
+        if getattr(module, "__dict__", {}).get(name) is original:
+            vars(module)[name] = replaced
 
 
 def _keep_scopes(ctx: Any, *args: Any) -> None:
