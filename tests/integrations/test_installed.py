@@ -7,6 +7,9 @@ frozen weight is cast that a step uses twice: torch casts it at each use.
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -247,7 +250,6 @@ def test_mmengines_wrapper_refuses_a_processor() -> None:
     ],
 )
 def test_what_asks_for_cuda_is_served_by_the_device_that_is_given(train: Train, module: str) -> None:
-    """What ``mpamp run --device cpu`` does."""
     skip_without(module)
     if torch.cuda.is_available():
         pytest.skip("a device that is here stays what it is")
@@ -258,3 +260,50 @@ def test_what_asks_for_cuda_is_served_by_the_device_that_is_given(train: Train, 
     assert casts() == (STEPS, 2 * STEPS)
     assert isinstance(scaler, mpamp.GradScaler)
     assert [record.skipped for record in scaler.history] == [False] * STEPS
+
+
+SCRIPT = """
+import torch
+from ignite.engine import create_supervised_trainer
+from mmengine.optim import AmpOptimWrapper
+
+class Net(torch.nn.Linear):
+    seen = set()
+    def forward(self, x):
+        y = super().forward(x)
+        self.seen.add(str(y.dtype))
+        return y
+
+loss_fn = torch.nn.functional.cross_entropy
+batches = [(torch.rand(8, 4), torch.randint(2, (8,))) for _ in range(3)]
+net = Net(4, 2).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+trainer = create_supervised_trainer(net, optimizer, loss_fn, device="cuda", amp_mode="amp", scaler=True)
+trainer.run(batches, max_epochs=1)
+print("ignite", *Net.seen, len(trainer.state.scaler.history))
+for dtype in (None, "float16"):
+    Net.seen.clear()
+    wrapper = AmpOptimWrapper(optimizer=optimizer, dtype=dtype)
+    for images, labels in batches:
+        with wrapper.optim_context(net):
+            loss = loss_fn(net(images.cuda()), labels.cuda())
+        wrapper.update_params(loss)
+    print("mmengine", *Net.seen, len(wrapper.loss_scaler.history))
+"""
+
+
+def test_a_script_for_cuda_is_served_by_the_command(tmp_path: Path) -> None:
+    skip_without("click", "ignite.engine", "mmengine.optim")
+    if torch.cuda.is_available():
+        pytest.skip("a device that is here stays what it is")
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    command = [sys.executable, "-W", "ignore", "-m", "mpamp", "run", "--device", "cpu", "script.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.splitlines() == [
+        "ignite torch.bfloat16 3",
+        "mmengine torch.bfloat16 3",
+        "mmengine torch.float16 3",
+    ], done.stderr
