@@ -114,10 +114,24 @@ def test_constraints_pin_versions_that_satisfy_setup_cfg(setup_cfg: configparser
     versions = {each.name.lower(): next(iter(each.specifier)).version for each in pinned}
     assert all(str(each.specifier).startswith("==") for each in pinned)
     extras = setup_cfg["options.extras_require"]
-    checked = "\n".join([setup_cfg["options"]["install_requires"], *(extras[e] for e in ("demo", "test", "dev"))])
-    for requirement in _requirements(checked):
+    names = ("demo", "test", "dev", *_extras_of_integrations(setup_cfg))
+    for requirement in _requirements(
+        "\n".join([setup_cfg["options"]["install_requires"], *(extras[e] for e in names)])
+    ):
         if requirement.name != "mpamp":
             assert requirement.specifier.contains(versions[requirement.name.lower()]), requirement
+
+
+def _extras_of_integrations(setup_cfg: configparser.ConfigParser) -> set[str]:
+    (all_of_them,) = _requirements(setup_cfg["options.extras_require"]["integrations"])
+    return set(all_of_them.extras)
+
+
+def test_ci_installs_every_framework_that_an_extra_brings(setup_cfg: configparser.ConfigParser) -> None:
+    (listed,) = re.findall(r"^frameworks=\((.+)\)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), flags=re.M)
+    extras = setup_cfg["options.extras_require"]
+    brought = {each.name for extra in _extras_of_integrations(setup_cfg) for each in _requirements(extras[extra])}
+    assert set(listed.split()) == brought
 
 
 def test_the_minimum_python_is_the_same_everywhere(setup_cfg: configparser.ConfigParser) -> None:
