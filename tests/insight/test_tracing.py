@@ -214,6 +214,22 @@ def test_a_compiled_graph_has_its_modules_names_and_the_casts_of_its_code() -> N
     }
 
 
+@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_is_listed_with_the_casts_that_it_will_make(strict: bool) -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1)), torch.randn(32, 64)
+    with mpamp.trace() as seen, mpamp.autocast("cpu", BRAIN):
+        program = torch.export.export(model, (x,), strict=strict)
+    assert {(use.module, use.op, use.phase): (use.calls, use.casts) for use in seen.uses} == {
+        ("0", "aten::linear", "compiled"): (1, 3),
+        ("1", "aten::softmax.int", "compiled"): (1, 0),
+    }
+    assert seen.calls == 0
+    nodes = [str(node.target) for node in program.run_decompositions().graph.nodes if node.op == "call_function"]
+    assert nodes.count("aten._softmax.default") == 1
+    assert nodes.count("aten._to_copy.default") == sum(use.casts for use in seen.uses) == 3
+
+
 @pytest.mark.parametrize("history", [-1, 1.5, "all"])
 def test_a_history_that_can_not_be_is_refused(history: Any) -> None:
     with pytest.raises(ValueError, match="a number of at least 0"):
