@@ -52,7 +52,7 @@ class Recorder:
     def _add(self, call: Call, phase: Phase) -> None:
         if call.op == CAST and (phase == "backward" or not _is_of_floats(call)):
             return  # backward, they are autograd's
-        place, module = (compiled_place(), None) if phase == "compiled" else self.places.here()
+        place, module = self._compiled_here() if phase == "compiled" else self.places.here()
         tensors = [t for t in call.arguments if isinstance(t, torch.Tensor)]
         row = call.scope.table.get(call.op)
         rule = "" if call.policy is None or row is None else row.source
@@ -71,6 +71,12 @@ class Recorder:
             tally.bytes += sum(bytes_of(cast) for cast in made)
             self.history.append((call.op, place, phase, len(made), call.ns))
             self.faults.look(call, tensors, rule, place, module)
+
+    def _compiled_here(self) -> tuple[str, None]:
+        place = compiled_place()
+        if not place and _is_exported():  # by running the module itself: no graph is there yet that names it
+            place = self.places.here()[0].removeprefix("_export_root").removeprefix(".")
+        return place, None
 
     @property
     def has_calls(self) -> bool:

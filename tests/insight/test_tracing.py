@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from collections import Counter
@@ -320,6 +321,20 @@ def test_an_open_trace_is_not_opened_again() -> None:
     with seen:
         pass
     assert seen.calls == 0
+
+
+def test_kept_casts_are_the_same_with_and_without_a_trace() -> None:
+    layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64)
+    mpamp.clear_cache()
+    made = []
+    for context in (contextlib.nullcontext, mpamp.trace, contextlib.nullcontext, mpamp.trace):
+        before = mpamp.cache_info().casts
+        with context() as seen, mpamp.autocast("cpu", BRAIN, persistent_cache=True):
+            layer(x)
+        made.append((mpamp.cache_info().casts - before, mpamp.cache_info().entries))
+        assert seen is None or (seen.casts, seen.kept_used) == (1, 2)
+    mpamp.clear_cache()
+    assert made == [(2, 2), (0, 2), (0, 2), (0, 2)]
 
 
 def test_two_traces_see_the_same() -> None:

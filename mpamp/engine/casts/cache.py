@@ -85,7 +85,7 @@ class CastCache:
     @property
     def casts(self) -> int:
         """How many casts the calling thread has made here, with either engine."""
-        return self._local.entries.casts + sum(core.casts(self._is_lasting) for core in COMPILED)
+        return self._local.entries.casts + sum(int(core.casts(self._is_lasting)) for core in COMPILED)
 
     @property
     def recasts(self) -> int:
@@ -204,7 +204,7 @@ def last_drop() -> object:
 
 
 COMPILED: list[Any] = []
-"""The compiled engine, where there is one: it keeps all casts that no dispatch mode sees, those of Python's kernels too.
+"""The compiled engine, where there is one: it keeps the casts that no dispatch mode sees, of all kernels.
 
 So a region has each weight's cast but once, whichever kernels run in it: Python's do while somebody observes."""
 
