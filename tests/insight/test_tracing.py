@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
+import sys
 import threading
 from collections import Counter
 from typing import Any
@@ -353,3 +355,14 @@ def test_a_transformer_of_twelve_layers_is_explained() -> None:
         seen = mpamp.explain(model, torch.randint(50, (8, 16)))
     assert sum(use.calls for use in seen.uses if use.op == "aten::linear") == 4 * 12 + 1
     assert seen.findings == ()
+
+
+def test_an_engine_that_was_asked_for_before_the_first_region_is_observed() -> None:
+    program = (
+        "import torch, mpamp\nfrom mpamp import engine\nengine.which()\n"
+        "layer, x = torch.nn.Linear(8, 8), torch.ones(2, 8)\n"
+        "with mpamp.autocast('cpu', torch.bfloat16): layer(x)\n"
+        "with mpamp.trace() as seen, mpamp.autocast('cpu', torch.bfloat16): layer(x)\nprint(seen.calls, seen.casts)"
+    )
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "1 3\n"

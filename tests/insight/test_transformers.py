@@ -54,7 +54,7 @@ def _t5() -> tuple[torch.nn.Module, dict[str, Tensor]]:
 
 
 def _casts_within_attention(model: torch.nn.Module, inputs: dict[str, Tensor]) -> int:
-    """Count those of torch's attention itself, which computes in float32 where its mask has a gradient, as T5's bias."""
+    """Count those of attention itself, which computes in float32 where its mask has a gradient, as T5's bias."""
     with torch.autograd.profiler.profile() as profile:
         model(**inputs)
     casts = [event for event in profile.function_events if event.name == "aten::_to_copy"]
