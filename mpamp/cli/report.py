@@ -22,7 +22,7 @@ from mpamp import apex as drop_in
 from mpamp import standins
 from mpamp.apex import amp
 from mpamp.cli.output import errors_as_exits
-from mpamp.cli.running import run_script
+from mpamp.cli.running import Program, program_of, run_script
 from mpamp.insight import reporting
 from mpamp.insight.report.clock import Clock
 from mpamp.insight.report.plain import autocast_off
@@ -33,7 +33,11 @@ __all__ = ["report", "reported"]
 _LAST_LINES = 3
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    cls=Program,
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS] SCRIPT | -m MODULE",
+)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default="report.html", show_default=True)
 @click.option("--compare", type=click.Choice(["float32"]), help="Run it twice more: as it is, and with autocast off.")
 @click.option(
@@ -45,29 +49,33 @@ _LAST_LINES = 3
 )
 @click.option("--measure", type=click.Path(path_type=Path), hidden=True)
 @click.option("--autocast-off", "is_off", is_flag=True, hidden=True)
-@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-m", "module", help="Run a module or package by its name, as python -m.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
 def report(
+    context: click.Context,
     out: Path,
     compare: str | None,
     watch: int,
     measure: Path | None,
     is_off: bool,
-    script: Path,
+    module: str | None,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run SCRIPT with its ARGUMENTS as it is, and write an HTML page: casts, loss scale, overflow, advice.
+    """Run a script or module as it is, and write an HTML page: casts, loss scale, overflow, advice.
 
-    The page is written however the script ends, and the exit code is the script's.
+    What comes after SCRIPT, or after `-m MODULE`, are its own arguments. The page is written however the program ends,
+    and the exit code is the program's.
     """
+    program, arguments = program_of(context, module, arguments)
     standins.install()
     drop_in.install()
     if measure is not None:
         with _measured(measure, is_off):
-            run_script(script, arguments)
+            run_script(program, arguments)
         return
-    with reported(out, script, arguments, watch=watch, compare=compare):
-        run_script(script, arguments)
+    with reported(out, program, arguments, watch=watch, compare=compare):
+        run_script(program, arguments)
 
 
 @contextmanager
@@ -77,7 +85,7 @@ def reported(
     """Write a report of the script that runs inside."""
     again = None if compare is None else partial(_compared, script, arguments)
     with errors_as_exits():
-        collecting = reporting(_of_this_rank(out), shlex.join((str(script), *arguments)), watch=watch)
+        collecting = reporting(_of_this_rank(out), shlex.join((*_shown(script), *arguments)), watch=watch)
     collecting.compare = again
     try:
         with _terminated_as_exit(), collecting:
@@ -85,6 +93,10 @@ def reported(
     finally:
         if collecting.report is not None:
             click.echo(f"mpamp: the report is in {collecting.path}", err=True)
+
+
+def _shown(program: Path | str) -> tuple[str, ...]:
+    return ("-m", program) if isinstance(program, str) else (str(program),)
 
 
 @contextmanager
@@ -135,8 +147,7 @@ def _compared(script: Path | str, arguments: tuple[str, ...]) -> Comparison:
             file.unlink(missing_ok=True)
             click.echo(f"mpamp: runs the script again, {name}, to measure it", err=True)
             options = ["--measure", str(file), *more]
-            program = ["-m", script] if isinstance(script, str) else [str(script)]
-            command = [sys.executable, "-m", "mpamp", "report", *options, *program, *arguments]
+            command = [sys.executable, "-m", "mpamp", "report", *options, *_shown(script), *arguments]
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
             if not file.exists():
                 last = " / ".join(done.stderr.strip().splitlines()[-_LAST_LINES:])

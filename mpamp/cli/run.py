@@ -15,7 +15,7 @@ import torch
 import mpamp
 from mpamp import apex as drop_in
 from mpamp import children, standins
-from mpamp.cli.running import run_script
+from mpamp.cli.running import Program, program_of, run_script
 from mpamp.devices.registry import device_state
 from mpamp.errors import PluginConflictError, PluginLoadError
 from mpamp.redirect import advice, redirect
@@ -23,21 +23,8 @@ from mpamp.redirect import advice, redirect
 __all__ = ["run"]
 
 
-class _Program(click.Command):
-    """A command whose options end where the program begins: at a script, or after the module of ``-m``."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        with_value = {name for p in self.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
-        at = 0
-        while at < len(args) and args[at].startswith("-") and args[at] not in ("-m", "--"):
-            at += 2 if args[at] in with_value else 1
-        if args[at : at + 1] == ["-m"] and args[at + 1 :]:
-            args = [*args[: at + 2], "--", *args[at + 2 :]]
-        return super().parse_args(ctx, args)
-
-
 @click.command(
-    cls=_Program,
+    cls=Program,
     context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS] SCRIPT | -m MODULE",
 )
@@ -70,14 +57,7 @@ def run(
 
     What comes after SCRIPT, or after `-m MODULE`, are its own arguments.
     """
-    program: Path | str
-    if module is None:
-        if not arguments:
-            raise click.UsageError("Missing argument 'SCRIPT', or -m MODULE.", context)
-        program = click.Path(exists=True, dir_okay=False, path_type=Path).convert(arguments[0], None, context)
-        arguments = arguments[1:]
-    else:
-        program = module
+    program, arguments = program_of(context, module, arguments)
     redirection = _redirection(device_name)
     if table is not None:
         _use_table(table)

@@ -13,10 +13,39 @@ from typing import Any
 
 import click
 
-__all__ = ["run_script"]
+__all__ = ["Program", "program_of", "run_script"]
 
 INTERRUPTED = 130
 """The exit code of a process that Ctrl-C ended."""
+
+
+class Program(click.Command):
+    """A command whose options end where the program begins: at a script, or after the module of ``-m``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with_value = {name for p in self.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
+        at = 0
+        while at < len(args) and args[at].startswith("-") and args[at] not in ("-m", "--"):
+            at += 2 if args[at] in with_value else 1
+        if args[at : at + 1] == ["-m"] and args[at + 1 :]:
+            args = [*args[: at + 2], "--", *args[at + 2 :]]
+        return super().parse_args(ctx, args)
+
+
+def program_of(
+    context: click.Context, module: str | None, arguments: tuple[str, ...]
+) -> tuple[Path | str, tuple[str, ...]]:
+    """Return what a command is to run, the path of a script or the name of a module, and its own arguments.
+
+    Raises:
+        click.UsageError: Neither is given, or there is no such script.
+    """
+    if module is not None:
+        return module, arguments
+    if not arguments:
+        raise click.UsageError("Missing argument 'SCRIPT', or -m MODULE.", context)
+    script = click.Path(exists=True, dir_okay=False, path_type=Path).convert(arguments[0], None, context)
+    return script, arguments[1:]
 
 
 def run_script(script: Path | str, arguments: Sequence[str] = ()) -> None:

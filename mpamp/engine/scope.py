@@ -69,8 +69,6 @@ class ThreadState:
         self.put: Callable[[int, Any], Any] = self.scopes.__setitem__
         self.casts: Any = REGION_CACHE.entries
         """The casts that leaving the outermost region drops."""
-        if _Compiled.core is not None:
-            self.attach()
 
     def attach(self) -> None:
         """Have the compiled engine see what is put into the calling thread's scopes; it leaves others' to Python."""
@@ -97,6 +95,8 @@ class _Casts:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.state = ThreadState()
+        if _Compiled.core is not None:
+            self.state.attach()
 
 
 THREAD = _Thread()

@@ -18,8 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch._ops import OpOverload
 
+from ..devices.registry import devices_in_use
 from ..errors import MpampError
-from ..rules.eligibility import find_overload
+from ..rules.eligibility import find_overload, overload_name
+from .resolving import resolve
 
 __all__ = ["Around", "unwatched", "watch_calls"]
 
@@ -161,9 +163,23 @@ def _is_composite(op: OpOverload) -> bool:
 def _has_autocast_kernel(op: OpOverload, keys: Any) -> bool:
     """Tell whether a call passes a kernel that casts its arguments and then calls the op again."""
     under = keys & _AUTOCAST
-    return under.raw_repr() != 0 and torch._C._dispatch_has_kernel_for_dispatch_key(
-        op.name(), under.highestPriorityTypeId()
-    )
+    if under.raw_repr() == 0:
+        return False
+    key = under.highestPriorityTypeId()
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) and not _is_for_observers(op, key)
+
+
+def _is_for_observers(op: OpOverload, key: Any) -> bool:
+    """Tell whether that kernel is one of an op that no table lists: what is below it runs as a whole."""
+    from .python.kernels import is_native
+    from .python.unlisted import is_unlisted
+
+    name = overload_name(op)
+    device = next((device for device in devices_in_use() if device.key == key), None)
+    if device is None or not is_unlisted(name) or is_native(device, name):
+        return False
+    scope = resolve(device)
+    return scope is None or name not in scope.table
 
 
 _TENSOR = ("Tensor", "Optional[Tensor]")

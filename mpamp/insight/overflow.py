@@ -50,6 +50,7 @@ class OverflowFinder:
         self._gradients: dict[str, int] = {}
         self._ends: list[int] = []
         self._scale: int | None = None
+        self._device = torch.device("cpu")
 
     @property
     def first(self) -> StepReport | None:
@@ -68,8 +69,11 @@ class OverflowFinder:
 
     @property
     def skips(self) -> list[StepReport]:
-        """The steps with an inf or NaN in a gradient, which a scaler skips: whose it was, and which op made it."""
-        return [report for report in self.reports if report.parameters]
+        """The steps with an inf or NaN in a gradient, which a scaler skips: whose it was, and which op made it.
+
+        Those that the scaler skipped for an inf or NaN that isn't of this process, or not of this step, are among them.
+        """
+        return [report for report in self.reports if report.parameters or report.is_skipped_for_others]
 
     def __str__(self) -> str:
         if not self.reports:
@@ -112,16 +116,17 @@ class OverflowFinder:
         if not recorder.calls:
             return None
         with unwatched():
+            after = None if self._scale is None else self._scale_now(self._device)
             values = StepValues(recorder, recorder.measures.read())
         self.waits += 1
         self.steps += 1
-        report = self._report(values)
+        report = self._report(values, None if after is None else values.value(after))
         if not report.is_clean:
             self.reports.append(report)
         self._reset()
         return report
 
-    def _report(self, values: StepValues) -> StepReport:
+    def _report(self, values: StepValues, scale_after: float | None) -> StepReport:
         scale = None if self._scale is None else values.value(self._scale)
         sinks = [
             seen.number
@@ -134,7 +139,9 @@ class OverflowFinder:
         bad = tuple(name for name in names if not values.is_finite(self._gradients[name]))
         overflow = values.overflow([*self._ends, *sinks, *self._gradients.values()], scale)
         underflows = () if self._least_share is None else values.underflows(self._gradients, self._least_share, scale)
-        return StepReport(self.steps, overflow, bad, tuple(underflows), scale)
+        is_lower = scale is not None and scale_after is not None and scale_after < scale
+        is_others = is_lower and not bad and overflow is None
+        return StepReport(self.steps, overflow, bad, tuple(underflows), scale, is_others)
 
     def _reset(self) -> None:
         self._recorder.begin()
@@ -154,6 +161,7 @@ class OverflowFinder:
         def see(grad: Tensor) -> None:
             with unwatched():
                 if self._scale is None:
+                    self._device = grad.device
                     self._scale = self._scale_now(grad.device)
                 plain = plain_of(grad)
                 seen = None if plain is None else self._recorder.see(plain, name)

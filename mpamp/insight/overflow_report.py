@@ -113,6 +113,7 @@ class StepReport:
         parameters: Those whose gradients have an inf or NaN, in the model's order; a scaler skips their step.
         underflows: Parameters whose gradients became zero, the worst first.
         scale: The loss scale; None without a scaler.
+        is_skipped_for_others: The scaler lowered its scale after this step, in which nothing overflowed here.
     """
 
     step: int
@@ -120,11 +121,12 @@ class StepReport:
     parameters: tuple[str, ...] = ()
     underflows: tuple[Underflow, ...] = field(default=())
     scale: float | None = None
+    is_skipped_for_others: bool = False
 
     @property
     def is_clean(self) -> bool:
         """Whether nothing went wrong."""
-        return self.overflow is None and not self.parameters and not self.underflows
+        return not (self.overflow or self.parameters or self.underflows or self.is_skipped_for_others)
 
     def __str__(self) -> str:
         scale = "" if self.scale is None else f", loss scale {plain(self.scale)}"
@@ -136,10 +138,19 @@ class StepReport:
         if self.parameters:
             names = ", ".join(self.parameters[:_MOST_SHOWN])
             lines += [f"gradients with inf or NaN: {names}{_more(self.parameters)}"]
+        if self.is_skipped_for_others:
+            lines += [f"the scaler skipped this step, but no op here overflowed: {_whose()}"]
         if self.underflows:
             lines += ["gradients that underflow:", *(f"  {found}" for found in self.underflows[:_MOST_SHOWN])]
             lines += [f" {more}" for more in [_more(self.underflows)] if more]
         return "\n".join(lines)
+
+
+def _whose() -> str:
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return f"the inf or NaN is another rank's than {dist.get_rank()}, or of a step before that it was added to"
+    return "the inf or NaN is of a step before whose gradients were added to, or of what was done to them since"
 
 
 def _more(found: Sized) -> str:

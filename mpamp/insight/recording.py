@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 import torch
+import torch.fx.traceback as fx_traceback
 from torch._C import _TorchDispatchModeKey as ModeKey
 
 from ..engine import Call
@@ -41,7 +42,8 @@ class Recorder:
         """Take down a call."""
         phase: Phase = "forward" if call.task == -1 else "backward"
         if call.modes and _is_traced():
-            if _get_mode(ModeKey.PROXY) is None or phase == "backward":
+            is_written = _get_mode(ModeKey.PROXY) is not None or _is_exported()
+            if not is_written or phase == "backward":
                 return  # a compiler's first look, or a backward pass, where ops run as they are called
             phase = "compiled"
         with torch._C.DisableTorchFunctionSubclass(), self._lock:
@@ -50,7 +52,7 @@ class Recorder:
     def _add(self, call: Call, phase: Phase) -> None:
         if call.op == CAST and (phase == "backward" or not _is_of_floats(call)):
             return  # backward, they are autograd's
-        place, module = (compiled_place(), None) if phase == "compiled" else self.places.here()
+        place, module = self._compiled_here() if phase == "compiled" else self.places.here()
         tensors = [t for t in call.arguments if isinstance(t, torch.Tensor)]
         row = call.scope.table.get(call.op)
         rule = "" if call.policy is None or row is None else row.source
@@ -69,6 +71,12 @@ class Recorder:
             tally.bytes += sum(bytes_of(cast) for cast in made)
             self.history.append((call.op, place, phase, len(made), call.ns))
             self.faults.look(call, tensors, rule, place, module)
+
+    def _compiled_here(self) -> tuple[str, None]:
+        place = compiled_place()
+        if not place and _is_exported():  # by running the module itself: no graph is there yet that names it
+            place = self.places.here()[0].removeprefix("_export_root").removeprefix(".")
+        return place, None
 
     @property
     def has_calls(self) -> bool:
@@ -89,6 +97,14 @@ def _is_of_floats(call: Call) -> bool:
 
 def _is_traced() -> bool:
     return any(_get_mode(key) is not None for key in (ModeKey.PROXY, ModeKey.FUNCTIONAL, ModeKey.FAKE))
+
+
+def _is_exported() -> bool:
+    """Tell whether a call becomes a node of a program that is being exported.
+
+    Such programs are of ops above autocast: their tracer isn't among the modes any more when a kernel runs.
+    """
+    return torch.compiler.is_exporting() and bool(fx_traceback.current_meta)
 
 
 def _use(key: _Key, tally: _Tally) -> OpUse:

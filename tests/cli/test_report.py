@@ -82,6 +82,21 @@ def test_a_script_runs_as_it_is_and_torchs_regions_are_seen(tmp_path: Path) -> N
     assert "<b>5</b><span>optimizer steps" in page
 
 
+def test_a_module_runs_as_python_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, out = tmp_path / "trained", tmp_path / "out.html"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text("print(__package__)\n" + TRAINING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "trained", raising=False)
+    result = CliRunner().invoke(app, ["report", "--out", str(out), "-m", "trained", "--lr", "1", "-m"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "trained\n['--lr', '1', '-m'] __main__ torch.float32\n"
+    page = out.read_text(encoding="utf-8")
+    assert "<b>15</b><span>casts in " in page
+    assert "-m trained --lr 1 -m" in page
+
+
 def test_a_script_of_apex_runs_by_mpamps(tmp_path: Path) -> None:
     result, page = run(tmp_path, APEX, "O1")
     assert result.exit_code == 0, result.output

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpamp
+from mpamp import engine
 from mpamp.engine.watching import unwatched, watch_calls
 
 
@@ -126,3 +127,20 @@ def test_higher_order_ops_run() -> None:
 def test_one_at_a_time() -> None:
     with watch_calls(Calls()), pytest.raises(mpamp.MpampError, match="watched already"), watch_calls(Calls()):
         pass
+
+
+def test_casts_are_whole_while_somebody_observes() -> None:
+    def seen() -> list[str]:
+        found: list[str] = []
+        x = torch.ones(4)
+        with watch_calls(lambda op, args, kwargs, run: (found.append(str(op)), run())[1]):
+            with mpamp.autocast("cpu", torch.bfloat16):
+                (x.half() + x.half()).float()
+            x.half()
+        return [op for op in found if "copy" in op]
+
+    with mpamp.autocast("cpu", torch.bfloat16):
+        pass
+    plain = seen()
+    with engine.observe(lambda call: None):
+        assert seen() == plain == 4 * ["aten._to_copy.default"]

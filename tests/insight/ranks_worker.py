@@ -69,7 +69,8 @@ def overflow(rank: int) -> dict[str, Any]:
             scaler.step(optimizer)
             scaler.update()
     overflows = [[r.step, r.overflow.op if r.overflow else None, r.scale] for r in finder.reports]
-    return {"steps": finder.steps, "overflows": overflows, "scale": scaler.get_scale(), "skips": len(finder.skips)}
+    told = [str(r).splitlines()[1] for r in finder.skips if r.overflow is None]
+    return {"steps": finder.steps, "overflows": overflows, "scale": scaler.get_scale(), "told": told}
 
 
 def main() -> None:

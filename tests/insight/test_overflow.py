@@ -295,6 +295,25 @@ def test_the_steps_that_a_scaler_skips_are_explained() -> None:
     assert report.overflow.fitting_scale >= scaler.get_scale()
 
 
+def test_a_step_that_is_skipped_for_what_was_done_to_its_gradients_is_told() -> None:
+    model, scaler = nn.Linear(4, 2), mpamp.GradScaler("cpu", 2.0**4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with find_overflow(model, scaler=scaler) as finder:
+        for step in range(3):
+            optimizer.zero_grad()
+            with half():
+                loss = model(torch.ones(2, 4)).float().sum()
+            scaler.scale(loss).backward()
+            if step == 1:
+                assert model.weight.grad is not None
+                model.weight.grad.mul_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+    assert [(r.step, r.is_skipped_for_others, r.overflow, r.parameters) for r in finder.skips] == [(2, True, None, ())]
+    assert "no op here overflowed: the inf or NaN is of a step before" in str(finder)
+    assert finder.waits == 3
+
+
 def test_a_weight_that_goes_bad_is_found_in_its_step() -> None:
     model, scaler = faults.Words(), mpamp.GradScaler("cpu", 2.0**10)
 

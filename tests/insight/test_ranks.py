@@ -34,5 +34,7 @@ def test_each_rank_counts_its_own_and_a_clean_model_has_no_findings(name: str, p
 def test_the_rank_that_overflows_says_so_and_both_skip(reports: Reports) -> None:
     found = [report["overflow"] for report in reports]
     assert [f["steps"] for f in found] == [3, 3]
-    assert [f["overflows"] for f in found] == [[], [[2, "linear", 16.0]]]
+    assert [f["overflows"] for f in found] == [[[2, None, 16.0]], [[2, "linear", 16.0]]]
     assert [f["scale"] for f in found] == [8.0, 8.0]
+    why = "the inf or NaN is another rank's than 0, or of a step before that it was added to"
+    assert [f["told"] for f in found] == [[f"the scaler skipped this step, but no op here overflowed: {why}"], []]

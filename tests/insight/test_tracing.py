@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import subprocess
+import sys
 import threading
 from collections import Counter
 from typing import Any
@@ -214,6 +217,22 @@ def test_a_compiled_graph_has_its_modules_names_and_the_casts_of_its_code() -> N
     }
 
 
+@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_is_listed_with_the_casts_that_it_will_make(strict: bool) -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1)), torch.randn(32, 64)
+    with mpamp.trace() as seen, mpamp.autocast("cpu", BRAIN):
+        program = torch.export.export(model, (x,), strict=strict)
+    assert {(use.module, use.op, use.phase): (use.calls, use.casts) for use in seen.uses} == {
+        ("0", "aten::linear", "compiled"): (1, 3),
+        ("1", "aten::softmax.int", "compiled"): (1, 0),
+    }
+    assert seen.calls == 0
+    nodes = [str(node.target) for node in program.run_decompositions().graph.nodes if node.op == "call_function"]
+    assert nodes.count("aten._softmax.default") == 1
+    assert nodes.count("aten._to_copy.default") == sum(use.casts for use in seen.uses) == 3
+
+
 @pytest.mark.parametrize("history", [-1, 1.5, "all"])
 def test_a_history_that_can_not_be_is_refused(history: Any) -> None:
     with pytest.raises(ValueError, match="a number of at least 0"):
@@ -306,6 +325,20 @@ def test_an_open_trace_is_not_opened_again() -> None:
     assert seen.calls == 0
 
 
+def test_kept_casts_are_the_same_with_and_without_a_trace() -> None:
+    layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64)
+    mpamp.clear_cache()
+    made = []
+    for context in (contextlib.nullcontext, mpamp.trace, contextlib.nullcontext, mpamp.trace):
+        before = mpamp.cache_info().casts
+        with context() as seen, mpamp.autocast("cpu", BRAIN, persistent_cache=True):
+            layer(x)
+        made.append((mpamp.cache_info().casts - before, mpamp.cache_info().entries))
+        assert seen is None or (seen.casts, seen.kept_used) == (1, 2)
+    mpamp.clear_cache()
+    assert made == [(2, 2), (0, 2), (0, 2), (0, 2)]
+
+
 def test_two_traces_see_the_same() -> None:
     x = torch.ones(8, 8)
     with mpamp.trace() as outer, mpamp.autocast("cpu", BRAIN):
@@ -322,3 +355,14 @@ def test_a_transformer_of_twelve_layers_is_explained() -> None:
         seen = mpamp.explain(model, torch.randint(50, (8, 16)))
     assert sum(use.calls for use in seen.uses if use.op == "aten::linear") == 4 * 12 + 1
     assert seen.findings == ()
+
+
+def test_an_engine_that_was_asked_for_before_the_first_region_is_observed() -> None:
+    program = (
+        "import torch, mpamp\nfrom mpamp import engine\nengine.which()\n"
+        "layer, x = torch.nn.Linear(8, 8), torch.ones(2, 8)\n"
+        "with mpamp.autocast('cpu', torch.bfloat16): layer(x)\n"
+        "with mpamp.trace() as seen, mpamp.autocast('cpu', torch.bfloat16): layer(x)\nprint(seen.calls, seen.casts)"
+    )
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "1 3\n"

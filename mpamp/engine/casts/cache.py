@@ -84,8 +84,8 @@ class CastCache:
 
     @property
     def casts(self) -> int:
-        """How many casts the calling thread has made here."""
-        return self._local.entries.casts
+        """How many casts the calling thread has made here, with either engine."""
+        return self._local.entries.casts + sum(int(core.casts(self._is_lasting)) for core in COMPILED)
 
     @property
     def recasts(self) -> int:
@@ -100,6 +100,11 @@ class CastCache:
         ``stream_of`` numbers the stream that the tensor's device queues work on now; None if there is but one.
         With a ``view`` of the weight, return what that is of the cast, linked to the view's gradient.
         """
+        if COMPILED and not _mode_depth():
+            if view is not None and (is_apart(view) or view.untyped_storage() is not tensor.untyped_storage()):
+                return None
+            user = tensor if view is None else view
+            return COMPILED[0].find(tensor, dtype, user, self._is_lasting, stream_of is not None)  # type: ignore[no-any-return]
         entry = self._local.entries.get((id(tensor), dtype))
         if (
             entry is None
@@ -132,9 +137,11 @@ class CastCache:
             return found
         if is_apart(view) or not is_viewable(base) or view.untyped_storage() is not base.untyped_storage():
             return None
-        if is_all_of(view, base):
+        is_by_core = COMPILED and not _mode_depth()
+        pays = self._is_lasting or base.numel() <= max(_WORTHWHILE * view.numel(), _SMALL)
+        if is_all_of(view, base) or (pays and is_by_core):
             return self.add(base, dtype, stream_of, view)
-        if self._is_lasting or base.numel() <= max(_WORTHWHILE * view.numel(), _SMALL):
+        if pays:
             with torch.no_grad():
                 self.add(base, dtype, stream_of)
             found = self.find(base, dtype, stream_of, view)
@@ -147,6 +154,9 @@ class CastCache:
 
         With a ``view`` that has all of the weight's elements in another order, cast that, and keep the same of it.
         """
+        if COMPILED and not _mode_depth():
+            user = weight if view is None else view
+            return COMPILED[0].add(weight, dtype, user, self._is_lasting, stream_of is not None)  # type: ignore[no-any-return]
         self.entries.casts += 1
         # What the cast is of is taken first: a thread that writes meanwhile leaves an entry that is never served.
         last, state, storage = _last_drop[0], state_of(weight), weight.untyped_storage()
@@ -194,7 +204,9 @@ def last_drop() -> object:
 
 
 COMPILED: list[Any] = []
-"""The compiled engine, where there is one: it keeps the casts that it makes by itself."""
+"""The compiled engine, where there is one: it keeps the casts that no dispatch mode sees, of all kernels.
+
+So a region has each weight's cast but once, whichever kernels run in it: Python's do while somebody observes."""
 
 REGION_CACHE = CastCache()
 """Lives until the calling thread's outermost region ends."""
@@ -231,7 +243,7 @@ def cache_info() -> CacheInfo:
     caches = (REGION_CACHE, PERSISTENT_CACHE)
     for cache in caches:
         cache.entries.sweep()
-    counts = [(c.casts, len(c.entries), c.recasts) for c in caches] + [core.info() for core in COMPILED]
+    counts = [(c.entries.casts, len(c.entries), c.recasts) for c in caches] + [core.info() for core in COMPILED]
     casts, entries, recasts = zip(*counts, strict=True)
     return CacheInfo(sum(casts), sum(entries), sum(recasts))
 

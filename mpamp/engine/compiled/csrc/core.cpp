@@ -53,12 +53,13 @@ py::capsule scope(std::shared_ptr<Table> table, int keep, int64_t task) {
       new std::shared_ptr<Scope>(std::make_shared<Scope>(Scope{std::move(table), static_cast<Keep>(keep), task})), kScope);
 }
 
+ScalarType scalar_type(py::handle dtype) { return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type; }
+
 py::capsule spec(const Device& device, py::object dtype, py::object scope, py::object name, py::object key, py::object index,
                  const std::vector<std::tuple<int, py::object, py::object, py::object>>& carriers) {
   py::capsule core = scope.attr("core");
   auto* found = static_cast<std::shared_ptr<Scope>*>(PyCapsule_GetPointer(core.ptr(), kScope));
   if (!found) throw py::error_already_set();
-  auto scalar_type = [](py::handle dtype) { return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type; };
   auto* made = new Spec{device.key, device.type, scalar_type(dtype), device.index, *found, {}, settings().choice,
                         scope.ptr(), py::object(scope.attr("mark")).ptr(), name.ptr(), key.ptr(), index.ptr()};
   for (auto& [number, carrier_key, carrier_name, carrier_dtype] : carriers)
@@ -115,6 +116,13 @@ std::tuple<int64_t, int64_t, int64_t> info() {
   auto entries = thread.in_region.sweep() + thread.persistent.sweep();
   return {thread.in_region.casts + thread.persistent.casts, static_cast<int64_t>(entries),
           thread.in_region.recasts + thread.persistent.recasts};
+}
+
+// Where the calling thread keeps casts, and the stream on which they are queued, for Python's kernels: those keep no casts
+// of their own but under dispatch modes.
+Cache& cache_of(bool is_persistent) { return *this_thread().cache(is_persistent ? kPersistently : kInRegion); }
+std::optional<c10::Stream> stream_of(const Tensor& weight, bool has_streams) {
+  return has_streams ? std::optional(current_stream(weight.device())) : std::nullopt;
 }
 
 // Each cast that is kept and may be served, and a tensor of what is where its weight was.
@@ -183,6 +191,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("attach", &attach);
   m.def("observe", [](bool is_observed) { settings().is_observed = is_observed; });
   m.def("info", &info);
+  m.def("find", [](const Tensor& weight, py::handle dtype, const Tensor& user, bool is_persistent, bool has_streams) {
+    auto target = scalar_type(dtype);
+    py::gil_scoped_release unlocked; // who holds a cache's lock may want Python's
+    return cache_of(is_persistent).find(weight, target, user, stream_of(weight, has_streams));
+  });
+  m.def("add", [](const Tensor& weight, py::handle dtype, const Tensor& user, bool is_persistent, bool has_streams) {
+    auto target = scalar_type(dtype);
+    py::gil_scoped_release unlocked;
+    return cache_of(is_persistent).add(weight, target, user, stream_of(weight, has_streams));
+  });
+  m.def("casts", [](bool is_persistent) { return cache_of(is_persistent).casts.load(); });
   m.def("kept", &kept);
   m.def("has_casts", [] { return !this_thread().in_region.entries.empty(); });
   m.def("clear_region", [] { this_thread().in_region.clear(); }, py::call_guard<py::gil_scoped_release>());
