@@ -83,7 +83,7 @@ def serve_autograd() -> None:
     function.forward = staticmethod(_reentrant(function.forward))
     checkpoint._get_autocast_kwargs = _settings(checkpoint._get_autocast_kwargs)
     names = [f"_checkpoint_without_reentrant_generator{end}" for end in ("_impl", "")]
-    name = next(name for name in names if hasattr(checkpoint, name))  # the first from torch 2.14 on, called by the other
+    name = next(name for name in names if hasattr(checkpoint, name))  # from torch 2.14 on the one calls the other
     original = getattr(checkpoint, name)
     replaced = _without_reentrant(original)
     for module in list(sys.modules.values()):  # others have it by name
