@@ -170,8 +170,10 @@ def test_a_python_without_mpamp_keeps_its_torch(packages: Path, tmp_path: Path) 
 
 
 STATE = """
-import os, torch
+import os, sys, torch
 DEVICE = os.environ["STATE_DEVICE"]
+def say(how):  # in one piece, beside other processes
+    sys.stdout.write(f"{how} {state()}\\n")
 def state():
     with torch.autocast(DEVICE, dtype=torch.float16):
         product = torch.ones(2, 2, device=DEVICE) @ torch.ones(2, 2).to(DEVICE)
@@ -224,7 +226,7 @@ WAYS = ("forkserver", "mp.spawn", "subprocess", "torch.distributed.run", "torch.
 
 def run_children(tmp_path: Path, *ways: str, redirects: bool = False) -> list[str]:
     """Run a script that starts processes and says what each finds; its device is "cpu", or "cuda" by --device cpu."""
-    (tmp_path / "state_of_mpamp.py").write_text(STATE + "if __name__ == '__main__':\n    print('launched', state())\n")
+    (tmp_path / "state_of_mpamp.py").write_text(STATE + "if __name__ == '__main__':\n    say('launched')\n")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     name, options = ("cuda", ("--device", "cpu")) if redirects else ("cpu", ())
@@ -260,21 +262,11 @@ def test_every_way_to_start_a_process(tmp_path: Path, redirects: bool) -> None:
 @pytest.mark.parametrize("options", [["--num_processes=1"], ["--multi_gpu", "--num_processes=2"]])
 def test_accelerate_launch(tmp_path: Path, options: list[str]) -> None:
     pytest.importorskip("accelerate")
-    (tmp_path / "launched.py").write_text(STATE + "print(state())\n")
+    (tmp_path / "launched.py").write_text(STATE + "say('launched')\n")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "STATE_DEVICE": "cuda"}
-    launch = ["accelerate.commands.launch", "--mixed_precision=fp16", "--num_machines=1", "--dynamo_backend=no"]
-    command = [
-        sys.executable,
-        "-m",
-        "mpamp",
-        "run",
-        "--device",
-        "cpu",
-        "-m",
-        *launch,
-        *options,
-        str(tmp_path / "launched.py"),
-    ]
+    launch = ["-m", "accelerate.commands.launch", "--mixed_precision=fp16", "--num_machines=1", "--dynamo_backend=no"]
+    run = [sys.executable, "-m", "mpamp", "run", "--device", "cpu"]
+    command = [*run, *launch, *options, str(tmp_path / "launched.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [OURS] * int(options[-1][-1])
+    assert done.stdout.splitlines() == [f"launched {OURS}"] * int(options[-1][-1])

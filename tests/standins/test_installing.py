@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import functools
+import importlib
 import os
 import subprocess
 import sys
