@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import mpamp
 import mpamp.apex
 from mpamp import children
 
 ROOT = Path(__file__).parents[1]
+needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here: nothing is redirected")
 LOG = "import builtins\nbuiltins.log = getattr(builtins, 'log', []) + [{0!r}]\n"
 
 
@@ -168,16 +170,21 @@ def test_a_python_without_mpamp_keeps_its_torch(packages: Path, tmp_path: Path) 
 
 
 STATE = """
-import torch
+import os, sys, torch
+DEVICE = os.environ["STATE_DEVICE"]
+def say(how):  # in one piece, beside other processes
+    sys.stdout.write(f"{how} {state()}\\n")
 def state():
-    with torch.autocast("cpu", dtype=torch.float16):
-        told = (torch.ones(2, 2) @ torch.ones(2, 2)).exp().dtype
-    scaler = torch.amp.GradScaler("cpu")
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        product = torch.ones(2, 2, device=DEVICE) @ torch.ones(2, 2).to(DEVICE)
+        told = product.dtype, product.exp().dtype
+    scaler = torch.amp.GradScaler(DEVICE)
     try:
         from apex import amp
     except ImportError:
         amp = torch
-    return str(told), any("mpamp" in c.__module__ for c in type(scaler).__mro__), amp.__name__
+    is_ours = any("mpamp" in c.__module__ for c in type(scaler).__mro__)
+    return str(product.device), str(told), is_ours and scaler.is_enabled(), amp.__name__
 """
 SCRIPT = """
 import subprocess, sys, torch
@@ -213,15 +220,18 @@ if __name__ == "__main__":
             print(how, tuple(next(iter(data))))
         sys.stdout.flush()
 """
-OURS = "('torch.float32', True, 'mpamp.apex.amp')"
+OURS = "('cpu', '(torch.float16, torch.float32)', True, 'mpamp.apex.amp')"
+WAYS = ("forkserver", "mp.spawn", "subprocess", "torch.distributed.run", "torch.distributed.launch")
 
 
-def run_children(tmp_path: Path, *ways: str) -> list[str]:
-    (tmp_path / "state_of_mpamp.py").write_text(STATE + "if __name__ == '__main__':\n    print('launched', state())\n")
+def run_children(tmp_path: Path, *ways: str, redirects: bool = False) -> list[str]:
+    """Run a script that starts processes and says what each finds; its device is "cpu", or "cuda" by --device cpu."""
+    (tmp_path / "state_of_mpamp.py").write_text(STATE + "if __name__ == '__main__':\n    say('launched')\n")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "mpamp", "run", str(script), *ways]
+    name, options = ("cuda", ("--device", "cpu")) if redirects else ("cpu", ())
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "STATE_DEVICE": name}
+    command = [sys.executable, "-m", "mpamp", "run", *options, str(script), *ways]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -232,9 +242,31 @@ def test_workers_and_subprocesses(tmp_path: Path) -> None:
     assert run_children(tmp_path, "fork", "spawn") == [f"{how} {OURS}" for how in ("here", "fork", "spawn")]
 
 
+@needs_no_cuda
+@pytest.mark.slow
+def test_they_are_redirected_too(tmp_path: Path) -> None:
+    ways = ("spawn", "mp.spawn")
+    assert run_children(tmp_path, *ways, redirects=True) == [f"{how} {OURS}" for how in ("here", *ways)]
+
+
 @pytest.mark.sweep
-def test_every_way_to_start_a_process(tmp_path: Path) -> None:
-    ways = ("forkserver", "mp.spawn", "subprocess", "torch.distributed.run", "torch.distributed.launch")
+@pytest.mark.parametrize("redirects", [False, pytest.param(True, marks=needs_no_cuda)])
+def test_every_way_to_start_a_process(tmp_path: Path, redirects: bool) -> None:
     launched = ["launched", "launched"]
     expected = ["here", "forkserver", "mp.spawn", "subprocess", *launched, *launched]
-    assert run_children(tmp_path, *ways) == [f"{how} {OURS}" for how in expected]
+    assert run_children(tmp_path, *WAYS, redirects=redirects) == [f"{how} {OURS}" for how in expected]
+
+
+@needs_no_cuda
+@pytest.mark.sweep
+@pytest.mark.parametrize("options", [["--num_processes=1"], ["--multi_gpu", "--num_processes=2"]])
+def test_accelerate_launch(tmp_path: Path, options: list[str]) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "launched.py").write_text(STATE + "say('launched')\n")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "STATE_DEVICE": "cuda"}
+    launch = ["-m", "accelerate.commands.launch", "--mixed_precision=fp16", "--num_machines=1", "--dynamo_backend=no"]
+    run = [sys.executable, "-m", "mpamp", "run", "--device", "cpu"]
+    command = [*run, *launch, *options, str(tmp_path / "launched.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"launched {OURS}"] * int(options[-1][-1])

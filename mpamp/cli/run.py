@@ -96,6 +96,11 @@ def _advice() -> Iterator[None]:
         if line is not None:
             sys.excepthook = functools.partial(_report, sys.excepthook, line)
         raise
+    except SystemExit as error:
+        line = advice(error) if isinstance(error.code, str) else None  # what it says is printed when Python ends
+        if line is not None:
+            print(line, file=sys.stderr)
+        raise
 
 
 def _report(hook: Callable[..., Any], line: str, *error: Any) -> None:

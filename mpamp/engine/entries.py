@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import RegionError
-from .marks import Change
+from .marks import Change, set_dtype
 from .scope import MARK, THREAD
 
 __all__ = ["Entry", "Restoring", "before", "enter", "leave"]
@@ -21,7 +21,6 @@ __all__ = ["Entry", "Restoring", "before", "enter", "leave"]
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 _get_dtype = torch.get_autocast_dtype
-_set_dtype = torch.set_autocast_dtype
 _get_cache = torch.is_autocast_cache_enabled
 _set_cache = torch.set_autocast_cache_enabled
 
@@ -39,7 +38,7 @@ def before(changes: list[Change]) -> list[Change]:
     """Return the changes that undo these, in the calling thread's state as it is now."""
     scopes = THREAD.state.scopes
     return [
-        (f, part, _is_excluded(part) if f is _set_excluded else _get_dtype(part) if f is _set_dtype else scopes[part])
+        (f, part, _is_excluded(part) if f is _set_excluded else _get_dtype(part) if f is set_dtype else scopes[part])
         for f, part, _ in changes
     ]
 
@@ -143,10 +142,10 @@ def _written_out(entry: Entry) -> Entry:
             (_set_excluded, key, is_off),
             *([] if any(carriers) else [(_set_excluded, first, is_first)]),
             *[(_set_excluded, k, was_off) for each in carriers for k, was_off, _, _ in each],
-            *[(_set_dtype, n, d) for each in carriers for _, _, n, d in each],
+            *[(set_dtype, n, d) for each in carriers for _, _, n, d in each],
             (put, index, scope),
             (put, MARK, mark),
-            (_set_dtype, name, dtype),
+            (set_dtype, name, dtype),
         ]
     return entry
 

@@ -43,6 +43,7 @@ __all__ = [
     "marks_in_use",
     "read_mark",
     "retire_carrier",
+    "set_dtype",
 ]
 
 Change = tuple[Callable[[Any, Any], Any], Any, Any]
@@ -54,7 +55,8 @@ State = tuple["torch.dtype | None", ...]
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 _get_dtype = torch.get_autocast_dtype
-_set_dtype = torch.set_autocast_dtype
+set_dtype = torch.set_autocast_dtype
+"""torch's own, by which changes are told apart: others may stand at its name later."""
 
 
 class Mark:
@@ -261,7 +263,7 @@ def changes_to(mark: Mark) -> list[Change]:
     if mark is NO_MARK or mark is DEFAULT_MARK:
         return [(_set_excluded, key, mark is NO_MARK or key is not keys[0]) for key in keys]
     changes: list[Change] = [(_set_excluded, k, d is None) for k, d in zip(keys, mark.state, strict=True)]
-    return changes + [(_set_dtype, n, d) for n, d in zip(names, mark.state, strict=True) if d is not None]
+    return changes + [(set_dtype, n, d) for n, d in zip(names, mark.state, strict=True) if d is not None]
 
 
 def mark_contexts(mark: Mark) -> list[tuple[str, torch.dtype, bool]]:

@@ -22,7 +22,7 @@ def redirect_autocast(patches: Patches, target: Target) -> None:
     for name in ("custom_fwd", "custom_bwd"):
         patches.wrap(torch.amp, name, lambda original: _with_type(original, target, None))
         patches.wrap(torch.amp.autocast_mode, name, lambda original: _with_type(original, target, None))
-    for name in ("is_autocast_enabled", "get_autocast_dtype"):  # not set_: the engine knows that one by identity
+    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
         patches.wrap(torch, name, lambda original: _with_type(original, target, 0))
     patches.wrap(torch, "set_autocast_enabled", lambda original: _with_type(original, target, 0))
     _redirect_older_names(patches, target)

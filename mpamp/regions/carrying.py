@@ -17,7 +17,7 @@ import torch
 
 from ..devices.registry import DEVICES
 from ..engine.entries import Restoring
-from ..engine.marks import Change, Mark, changes_to
+from ..engine.marks import Change, Mark, changes_to, set_dtype
 from ..engine.resolving import mark_here, scopes_here
 from ..engine.scope import MARK, PLAIN, THREAD, Scopes, graph_task
 
@@ -50,7 +50,7 @@ class Carried:
         put, task = THREAD.state.put, graph_task()
         changes: list[Change] = []
         for key, is_off, device_type, dtype in self._states:
-            changes += [(_set_excluded, key, is_off), (torch.set_autocast_dtype, device_type, dtype)]
+            changes += [(_set_excluded, key, is_off), (set_dtype, device_type, dtype)]
         for index in range(len(DEVICES)):
             scope = self._scopes[index] if index < len(self._scopes) else None
             is_plain = scope is None or scope is PLAIN

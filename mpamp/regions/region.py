@@ -24,7 +24,18 @@ from ..engine.compiling import (
     traced,
 )
 from ..engine.entries import enter, leave
-from ..engine.marks import CARRIERS, DEFAULT_MARK, NO_MARK, Change, Mark, changes_to, compose_mark, make_way, read_mark
+from ..engine.marks import (
+    CARRIERS,
+    DEFAULT_MARK,
+    NO_MARK,
+    Change,
+    Mark,
+    changes_to,
+    compose_mark,
+    make_way,
+    read_mark,
+    set_dtype,
+)
 from ..engine.scope import MARK, THREAD, Scope, graph_task
 from ..errors import MpampWarning, RegionError, UnsupportedDtypeError
 from ..rules.optable import OpTable
@@ -41,7 +52,6 @@ Ops = Mapping[str, Any] | OpTable | None
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 _get_dtype = torch.get_autocast_dtype
-_set_dtype = torch.set_autocast_dtype
 _get_cache = torch.is_autocast_cache_enabled
 _set_cache = torch.set_autocast_cache_enabled
 _has_function_modes = torch._C._is_torch_function_mode_enabled
@@ -327,7 +337,7 @@ class Region:
         if not (mark.is_default and outer.is_default and keys):
             if outer is NO_MARK:
                 make_way()
-            changes: list[Change] = [(put, index, scope), (put, MARK, mark), (_set_dtype, spec.type, spec.dtype)]
+            changes: list[Change] = [(put, index, scope), (put, MARK, mark), (set_dtype, spec.type, spec.dtype)]
             return enter(self, [*changes, *changes_to(mark), (_set_excluded, key, False)], False)
         dtype = _get_dtype(spec.type)
         is_off, before, own, is_first = _is_excluded(key), scopes[index], scopes[MARK], outer is NO_MARK
@@ -338,7 +348,7 @@ class Region:
             put(index, scope)
             put(MARK, mark)
             if spec.dtype is not dtype:
-                _set_dtype(spec.type, spec.dtype)
+                set_dtype(spec.type, spec.dtype)
             if is_first:
                 _set_excluded(keys[0], False)
             _set_excluded(key, False)
@@ -346,7 +356,7 @@ class Region:
         except BaseException:
             _set_excluded(key, is_off)
             _set_excluded(keys[0], is_first)
-            _set_dtype(spec.type, dtype)
+            set_dtype(spec.type, dtype)
             put(index, before)
             put(MARK, own)
             _set_cache(flag)
@@ -382,7 +392,7 @@ class Region:
                     _set_excluded(first, True)
                 state.put(index, before)
                 state.put(MARK, own)
-                _set_dtype(name, dtype)
+                set_dtype(name, dtype)
                 _set_cache(entry[1])
                 entries.pop()
                 if not entries and state.casts:

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from ..devices.registry import device_state, devices_in_use
 from ..engine.compiling import Contexts, is_compiling, is_dynamo_compiling, run_while_tracing, traced
 from ..engine.entries import Restoring
-from ..engine.marks import NO_MARK, Change, changes_to, compose_mark
+from ..engine.marks import NO_MARK, Change, changes_to, compose_mark, set_dtype
 from ..engine.resolving import mark_here, resolve
 from ..engine.scope import MARK, PLAIN, THREAD, Scope, graph_task
 from ..rules.optable import OpTable
@@ -77,7 +77,7 @@ class DeviceAutocast:
         device, put, scope = device_state(self.device_type), THREAD.state.put, self.scope.again(graph_task(), keep=True)
         mark = compose_mark(mark_here(), device.type, self.own_table())
         changes: list[Change] = [(put, device.index, scope), (put, MARK, mark), *changes_to(mark)]
-        return [*changes, (torch.set_autocast_dtype, device.type, self.dtype), (_set_excluded, device.key, False)]
+        return [*changes, (set_dtype, device.type, self.dtype), (_set_excluded, device.key, False)]
 
 
 _pytree.register_constant(DeviceAutocast)

@@ -16,6 +16,7 @@ import torch
 from ..devices.registry import device_state
 from ..engine.compiling import is_dynamo_compiling
 from ..engine.entries import enter, leave
+from ..engine.marks import set_dtype
 from ..errors import MpampError
 from ..locks import LOCK
 from ..patching import Patches
@@ -103,7 +104,7 @@ def _enter(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
             raise
         REGIONS.entered.all.append(entry)
         if changes_dtype:
-            enter(entry, [(torch.set_autocast_dtype, instance.device, instance.fast_dtype)])
+            enter(entry, [(set_dtype, instance.device, instance.fast_dtype)])
         return instance
 
     return __enter__

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import mpamp
@@ -70,6 +71,30 @@ def test_a_module_has_them_too_and_the_current_folder(program, tmp_path):
     done = mpamp_run("--persistent-cache", "-m", "package", "--device", "mine", "-h", cwd=tmp_path)
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["__main__ found ['--device', 'mine', '-h'] True True None", "exit True"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+def test_a_program_that_dies_without_cuda_is_told_of_the_option(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import torch\ntorch.zeros(1).cuda()\nprint('done')")
+    done = mpamp_run(script, cwd=tmp_path)
+    assert done.returncode == 1
+    *_, error, advice = done.stderr.splitlines()
+    assert error.startswith("AssertionError")
+    assert "`mpamp run --device cpu`" in advice
+    done = mpamp_run("--device", "cpu", script, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+def test_one_that_exits_saying_so_is_told_too(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nsys.exit('no CUDA device found' if sys.argv[1:] else 'no such file')")
+    result = CliRunner().invoke(app, ["run", str(script), "x"])
+    assert result.exit_code == 1
+    assert "`mpamp run --device cpu`" in result.stderr
+    assert "no CUDA device found" in result.output
+    assert "--device" not in CliRunner().invoke(app, ["run", str(script)]).output
 
 
 @pytest.mark.parametrize(

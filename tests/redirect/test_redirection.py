@@ -218,3 +218,26 @@ def test_no_op_costs_more():
             assert isinstance(getattr(torch, name), types.BuiltinFunctionType)
         for name in ("add", "__add__", "float", "half", "reshape"):
             assert name not in vars(torch.Tensor)
+
+
+def test_a_dtype_set_by_an_absent_devices_name_is_the_present_ones():
+    before = torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
+    with room.redirect("cpu"):
+        torch.set_autocast_dtype("cuda", torch.float16)
+        told = torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
+        torch.set_autocast_dtype("cuda", before[0])
+    assert told == (torch.float16, torch.float16)
+    assert (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")) == before
+
+
+def test_regions_are_left_as_they_were_entered_whatever_stands_at_torchs_names():
+    before = torch.get_autocast_dtype("cpu")
+    with mpamp.install():
+        region = torch.autocast("cpu", dtype=torch.float16, enabled=False)
+        region.__enter__()
+        with room.redirect("cpu"):
+            with torch.autocast("cuda", dtype=torch.float16, enabled=False):
+                assert torch.get_autocast_dtype("cuda") is torch.float16
+                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+            region.__exit__(None, None, None)
+        assert torch.get_autocast_dtype("cpu") is before

@@ -17,15 +17,15 @@ def main_worker(gpu, ngpus_per_node, args):
     torch.cuda.set_device(gpu % torch.cuda.device_count())
     dist.init_process_group(args.dist_backend, world_size=ngpus_per_node, rank=gpu)
     torch.manual_seed(args.seed)
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)).cuda(gpu % torch.cuda.device_count())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2)).cuda(gpu % torch.cuda.device_count())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
     model = DistributedDataParallel(model, device_ids=[gpu % torch.cuda.device_count()])
     data = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))[gpu::ngpus_per_node].cuda()
-    target = data.sum(1, keepdim=True)
+    target = (data.sum(1) > 0).long()
     for epoch in range(4):
         for x, y in zip(data.split(32), target.split(32), strict=True):
-            loss = nn.functional.mse_loss(model(x), y)
+            loss = nn.functional.cross_entropy(model(x), y)
             optimizer.zero_grad()
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()

@@ -22,8 +22,10 @@ QUICK = ("imagenet-O1", "bert", "cuda_amp")
 """Those that are always run; the rest, and the frameworks', by ``pytest -m sweep``."""
 REST = [name for name in SCRIPTS if name not in QUICK]
 
-MODEL_IS_HALF = ("imagenet-O2", "fp16util", "fp16util-by-hand")
+MODEL_IS_HALF = ("imagenet-O2", "bert", "fp16util", "fp16util-by-hand")
 """Those whose weights are float16 themselves: no region casts anything."""
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::convolution")
+CASTING = {"aten::linear", "aten::conv2d"}
 HAS_SCALES = {"imagenet-O1": 1, "imagenet-O2": 1, "gan": 3, "workers": 1, "bert": 1}
 SCALED_BY_TORCHS_NAME = ("cuda_amp", *FRAMEWORKS)
 
@@ -68,11 +70,11 @@ def check_service(name, amp, float32):
     counted = amp["children"] if name == "spawn" else [amp]
     assert counted
     for one in counted:
-        products = sum(count for op, count in one["kernels"].items() if op.startswith(("aten::mm", "aten::addmm")))
+        products = sum(count for op, count in one["kernels"].items() if op.startswith(PRODUCTS))
         assert products > 0
         if name not in MODEL_IS_HALF:
             assert one["casts"] > 0
-            assert "aten::linear" in one["ops"]
+            assert CASTING & set(one["ops"])
     assert len(amp["loss_scales"]) == HAS_SCALES.get(name, 0)
     assert (amp["scaler_steps"] > 0) == (name in SCALED_BY_TORCHS_NAME)
     for one in float32["children"] if name == "spawn" else [float32]:
