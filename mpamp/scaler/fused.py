@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .gradients import local_part
+from .kernels import moved
 
 __all__ = ["is_fused", "lent"]
 
@@ -46,4 +47,4 @@ def _clear_unset_momentum_(optimizer: Any, found_inf: Tensor) -> None:
         for state in optimizer.state.values():
             momentum = state.get("momentum_buffer")
             if isinstance(momentum, Tensor):
-                local_part(momentum).masked_fill_(found_inf.to(momentum.device, non_blocking=True) > 0, 0)
+                local_part(momentum).masked_fill_(moved(found_inf, momentum.device) > 0, 0)

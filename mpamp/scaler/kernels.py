@@ -32,6 +32,11 @@ class Rule(NamedTuple):
     max_scale: float | None
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on another device, queued there; a copy to the host, which reads it at once, is waited for."""
+    return tensor.to(device, non_blocking=device.type in _asynchronous())
+
+
 class Copies:
     """A tensor, and copies of it on the other devices where it is asked for."""
 
@@ -42,7 +47,7 @@ class Copies:
     def at(self, device: torch.device) -> Tensor:
         """Return the tensor itself on its own device, else the copy of it there."""
         if device not in self.by_device:
-            self.by_device[device] = self._tensor.to(device, non_blocking=True)
+            self.by_device[device] = moved(self._tensor, device)
         return self.by_device[device]
 
 
@@ -180,7 +185,7 @@ def unless(skipped: Tensor, factor: Tensor) -> Tensor:
         skipped: Shape []; 1 if it skipped.
         factor: Shape [], float32.
     """
-    return torch.where(skipped.to(factor.device, non_blocking=True) > 0, factor, torch.ones_like(factor))
+    return torch.where(moved(skipped, factor.device) > 0, factor, torch.ones_like(factor))
 
 
 def rescale_(scale: Tensor, grad: Tensor, skipped: Tensor | None) -> None:
@@ -195,7 +200,7 @@ def rescale_(scale: Tensor, grad: Tensor, skipped: Tensor | None) -> None:
     with torch.no_grad():
         for bucket in sort_gradients([grad]):
             found_inf = torch.zeros((), dtype=torch.float32, device=bucket.device)
-            unscale_bucket_(bucket, found_inf, factor.to(bucket.device, non_blocking=True))
+            unscale_bucket_(bucket, found_inf, moved(factor, bucket.device))
 
 
 def combine(found_infs: list[Tensor], device: torch.device) -> Tensor:
@@ -203,8 +208,8 @@ def combine(found_infs: list[Tensor], device: torch.device) -> Tensor:
 
     A sum would not do: fused kernels skip where it is exactly 1.
     """
-    moved = [found_inf.to(device, non_blocking=True) for found_inf in found_infs]
-    return moved[0] if len(moved) == 1 else torch.stack([found_inf.reshape(()) for found_inf in moved]).amax()
+    found = [moved(found_inf, device) for found_inf in found_infs]
+    return found[0] if len(found) == 1 else torch.stack([found_inf.reshape(()) for found_inf in found]).amax()
 
 
 def update_scale_(scale: Tensor, tracker: Tensor, found_inf: Tensor, rule: Rule) -> None:

@@ -34,7 +34,7 @@ class UnscalingPart(ScalerSettings):
             return outputs
         if isinstance(outputs, Tensor):
             scale = self._scale_for(outputs)
-            return self._watched(outputs * scale.to(device=outputs.device, non_blocking=True))
+            return self._watched(outputs * kernels.moved(scale, outputs.device))
         copies: list[kernels.Copies] = []
 
         def scaled(tensor: Tensor) -> Tensor:

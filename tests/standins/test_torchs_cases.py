@@ -21,7 +21,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 pytestmark = [
     pytest.mark.usefixtures("whose"),
     pytest.mark.skipif(
-        torch.__version__ < torch.torch_version.TorchVersion("2.11"), reason="older torch does some of it otherwise"
+        torch.__version__ < torch.torch_version.TorchVersion("2.13"), reason="older torch does some of it otherwise"
     ),
 ]
 
