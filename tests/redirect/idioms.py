@@ -4,6 +4,7 @@ Every program asserts what it is about; those under ``REFUSED`` end in an error 
 """
 # ruff: noqa: E501
 
+import linecache
 import os
 import socket
 import warnings
@@ -343,7 +344,14 @@ def _outcome(name: str, program: str, redirect) -> str:
         port = free.getsockname()[1]
     try:
         with redirect("cpu"):
-            exec(compile(HEADER + program, name, "exec"), {"PORT": port, "__name__": "__main__"})
+            source = HEADER + program
+            linecache.cache[name] = (
+                len(source),
+                None,
+                source.splitlines(keepends=True),
+                name,
+            )  # torch.jit.script reads it
+            exec(compile(source, name, "exec"), {"PORT": port, "__name__": "__main__"})
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
     return ""
