@@ -45,7 +45,7 @@ __all__ = [
 
 Tensor = torch.Tensor
 StreamOf = Callable[[Tensor], int]
-_is_grad_enabled = torch.is_grad_enabled
+_is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _mode_depth = torch._C._len_torch_dispatch_stack
 
 # -- The cache -----------------------------------------------------------------------------------------
@@ -120,9 +120,9 @@ class CastCache:
             return viewed(entry, view)
         if entry.depth or _mode_depth():
             return guarded(entry, tensor)
-        if _is_grad_enabled() and tensor.requires_grad:
-            return linked(entry, tensor)
-        return entry.low
+        if not tensor.requires_grad or _is_inference():
+            return entry.low
+        return linked(entry, tensor) if _is_grad_enabled() else entry.as_weight()
 
     def of_view(
         self, view: Tensor, base: Tensor, dtype: torch.dtype, stream_of: StreamOf | None = None
@@ -174,7 +174,9 @@ class CastCache:
         self.entries.put((id(weight), dtype), entry)
         if last is not _last_drop[0] or state != state_of(weight) or storage is not weight.untyped_storage():
             self.drop(weight, dtype)
-        return graph
+        if is_linked or view is not None or entry.depth or not weight.requires_grad or _is_inference():
+            return graph
+        return entry.as_weight()
 
     def drop(self, weight: Tensor, dtype: torch.dtype) -> None:
         """Forget the kept cast of a weight to ``dtype``, if there is one."""

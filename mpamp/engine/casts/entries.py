@@ -25,7 +25,21 @@ def state_of(weight: Tensor) -> tuple[Any, ...]:
 class Entry:
     """One cast, and what must still be true of the weight for it to count."""
 
-    __slots__ = ("depth", "graph", "is_alike", "is_used", "low", "number", "readiness", "state", "storage", "version")
+    __slots__ = (
+        *(
+            "depth",
+            "graph",
+            "is_alike",
+            "is_used",
+            "low",
+            "number",
+            "readiness",
+            "state",
+            "storage",
+            "version",
+            "_weight",
+        ),
+    )
 
     def __init__(
         self, low: Tensor, state: tuple[Any, ...], storage: torch.UntypedStorage, home: weakref.ref[Entries]
@@ -36,6 +50,7 @@ class Entry:
         self.number: int = storage._cdata
         self.storage = _hang(storage, home)
         self.graph: weakref.ref[Tensor] | None = None
+        self._weight: Tensor | None = None
         self.depth = _mode_depth()
         """How many dispatch modes saw the cast being made: what they gave isn't for use outside of them."""
         self.readiness: Readiness | None = None
@@ -44,8 +59,23 @@ class Entry:
         self.is_used = True
         """Whether an op has had it since it was made."""
 
+    def as_weight(self) -> Tensor:
+        """Return the cast where no gradients are recorded, as a weight that wants some.
+
+        So it looks as that of a model in lower precision, and ``matmul`` goes by it: a product of three dimensions
+        with a weight that wants gradients is one of two, which some kernels do in a third of the time.
+        """
+        if self._weight is None:
+            self._weight = self.low.detach().requires_grad_()
+        return self._weight
+
+    def let_go(self) -> None:
+        """Hold the cast's memory by ``low`` alone."""
+        self._weight = None
+
     def renew(self, low: Tensor, readiness: Readiness | None) -> None:
         """Hold another cast of the weight, which no op has had yet, in the same memory or in other."""
+        self.let_go()
         self.low, self.version, self.readiness = low, low._version, readiness
         self.graph, self.is_used = None, False
 

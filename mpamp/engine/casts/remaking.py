@@ -99,6 +99,8 @@ def _drop(entries: Entries, dtype: torch.dtype, items: list[Item]) -> None:
 def _copies(items: list[Item], stream: int | None) -> list[Tensor] | None:
     """Return casts of the weights as they are now; None where there is no memory for those that need other."""
     with torch.inference_mode(False), torch.no_grad():
+        for _, entry in items:
+            entry.let_go()
         try:
             lows = [entry.low if _is_free(entry, stream) else torch.empty_like(entry.low) for _, entry in items]
         except torch.OutOfMemoryError:  # the graphs that hold the old ones will be gone when these are needed

@@ -189,6 +189,7 @@ struct Entry {
   State state;
   Tensor low;
   uint32_t low_version;
+  Tensor leaf; // the cast where no gradients are recorded, as a weight that wants some; made when it is first asked for
   std::optional<Weak> graph; // the cast that is linked to the weight's gradient, while a graph holds it
   std::optional<Readiness> readiness;
   bool is_stale = false; // written to without a counter; it may be made anew
@@ -197,6 +198,14 @@ struct Entry {
 
   bool is_of(const Tensor& t) const {
     return !is_stale && weight == t.unsafeGetTensorImpl() && state.is_of(t) && version_of(low) == low_version;
+  }
+  // As mpamp.engine.casts.entries.Entry.as_weight: matmul goes by whether a weight wants gradients.
+  const Tensor& as_weight() {
+    if (!leaf.defined()) {
+      leaf = low.tensor_data();
+      leaf.set_requires_grad(true);
+    }
+    return leaf;
   }
   bool is_dead() const {
     auto alive = storage.lock(); // a storage has no Python object that would need Python's lock to go
@@ -292,7 +301,7 @@ struct Cache {
     entry.is_alike = is_view; // a view's base was asked about; else it is made anew for the first view
     if (graph.requires_grad() && !is_view) entry.graph = Weak(graph.getIntrusivePtr());
     if (stream) entry.readiness.emplace(*stream);
-    if (!is_whole) graph = use(entry, weight, user);
+    if (!is_whole || (!is_view && !graph.requires_grad())) graph = use(entry, weight, user);
     std::vector<Entry> gone;
     std::lock_guard<std::mutex> guard(lock);
     if (dropped == drops.load() && state.is_of(weight)) {
@@ -337,7 +346,8 @@ struct Cache {
   static Tensor use(Entry& entry, const Tensor& weight, const Tensor& user) {
     bool needs_grad = at::GradMode::is_enabled() && user.requires_grad();
     if (weight.is_same(user)) {
-      if (!needs_grad) return entry.low;
+      if (!weight.requires_grad() || c10::InferenceMode::is_enabled()) return entry.low;
+      if (!needs_grad) return entry.as_weight();
       if (entry.graph) {
         if (auto graph = entry.graph->lock()) return Tensor(std::move(graph));
       }

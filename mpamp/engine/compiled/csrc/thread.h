@@ -90,13 +90,15 @@ inline bool is_free(const Entry& entry) {
   if (entry.readiness && (entry.readiness->ready.size() != 1 || entry.readiness->made_on != current_stream(entry.low.device())))
     return false;
   bool has_memory = storage_of(entry.low)->nbytes() > 0; // a device in pure Python has it elsewhere
-  return has_memory && entry.low.use_count() == 1 && entry.low.storage().use_count() == 1;
+  bool has_leaf = entry.leaf.defined() && entry.leaf.use_count() == 1; // which goes, then
+  return has_memory && entry.low.use_count() == 1 && entry.low.storage().use_count() == size_t(has_leaf ? 2 : 1);
 }
 
 // The casts of these weights to a dtype that the thread keeps and has used, with memory for new ones.
 inline std::vector<Copy> to_remake(Cache& cache, const std::vector<Tensor>& weights, ScalarType dtype) {
   std::vector<Copy> copies;
   std::vector<Entry> gone;
+  std::vector<Tensor> leaves;
   std::lock_guard<std::mutex> guard(cache.lock);
   for (auto& weight : weights) {
     auto it = weight.has_storage() ? cache.entries.find({storage_of(weight), dtype}) : cache.entries.end();
@@ -111,6 +113,7 @@ inline std::vector<Copy> to_remake(Cache& cache, const std::vector<Tensor>& weig
     }
     entry.is_stale = true; // what is half written isn't served
     copies.push_back({it->first, State(weight), is_free(entry) ? entry.low : Tensor(), weight.detach()});
+    leaves.push_back(std::move(entry.leaf));
   }
   return copies;
 }
