@@ -63,7 +63,8 @@ def names() -> dict[Any, Any]:
 
 
 def differences(before: dict[Any, Any]) -> list[str]:
-    after = names()
+    owners = {n[0] for n in before if isinstance(n, tuple)}  # modules imported since have what they found then
+    after = {n: value for n, value in names().items() if not isinstance(n, tuple) or n[0] in owners}
     same = {n for n in before if before[n] is after.get(n) or (isinstance(n, str) and before[n] == after[n])}
     return sorted(map(str, (before.keys() | after.keys()) - same))
 

@@ -63,9 +63,7 @@ def run(
         _use_table(table)
     standins.install(persistent_cache=persistent_cache)  # before torch's functions of autocast state are replaced
     drop_in.install()
-    if device_name is not None:
-        children.announce("mpamp.redirect:install", device=device_name)
-    with redirection, _advice() if device_name is None else nullcontext(), _reporting(report, program, arguments):
+    with redirection, _reporting(report, program, arguments):
         run_script(program, arguments)
 
 
@@ -110,7 +108,7 @@ def _report(hook: Callable[..., Any], line: str, *error: Any) -> None:
 
 def _redirection(name: str | None) -> AbstractContextManager[Any]:
     if name is None:
-        return nullcontext()
+        return _advice()
     try:
         backend = device_state(name.partition(":")[0]).backend  # before torch is asked: the plugin may bring it
         device = torch.device(name)
@@ -121,4 +119,15 @@ def _redirection(name: str | None) -> AbstractContextManager[Any]:
         raise click.BadParameter(str(error), param_hint="--device") from error
     if not is_here:
         raise click.BadParameter(f"there is no {device.type} device on this machine", param_hint="--device")
-    return redirect(device)
+    return _redirected(device)
+
+
+@contextmanager
+def _redirected(device: torch.device) -> Iterator[None]:
+    """Redirect here and in child processes, where that comes after what was installed before."""
+    children.announce("mpamp.redirect:install", device=str(device))
+    try:
+        with redirect(device):
+            yield
+    finally:
+        children.withdraw("mpamp.redirect:install")
