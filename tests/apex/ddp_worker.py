@@ -30,6 +30,7 @@ def main() -> None:
         optimizer.step()
     total = [p.detach().double().sum().item().hex() for p in amp.master_params(optimizer)]
     sys.stdout.write(f"{total} {amp.state_dict()}\n")
+    dist.barrier()  # the other may still be connecting to this one
     dist.destroy_process_group()
 
 

@@ -290,6 +290,7 @@ def main() -> None:
     }
     with open(file, "w", encoding="utf-8") as out:
         json.dump(report, out)
+    dist.barrier()  # the other may still be connecting to this one
     dist.destroy_process_group()
 
 

@@ -107,6 +107,8 @@ def main() -> None:
         report["error"] = traceback.format_exc()
     with open(path, "w", encoding="utf-8") as file:
         json.dump(report, file)
+    if "error" not in report:
+        dist.barrier()  # the other may still be connecting to this one
     dist.destroy_process_group()
 
 

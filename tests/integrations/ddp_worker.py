@@ -80,6 +80,7 @@ def main(rank: int, store: str, report: str) -> None:
     )
     found = {"lightning": _by_lightning(rank), "accelerate": _by_accelerate(rank)}
     Path(report).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()  # the other may still be connecting to this one
     dist.destroy_process_group()
 
 

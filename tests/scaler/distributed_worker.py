@@ -236,6 +236,7 @@ def main() -> None:
     with open(sys.argv[3], "w", encoding="utf-8") as file:
         json.dump(found, file)
     if "error" not in found:
+        dist.barrier()  # the other may still be connecting to this one
         dist.destroy_process_group()
 
 
