@@ -30,8 +30,10 @@ Entry = list[Any]
 
 An ordinary region has, instead of the changes, what they set: its key and whether that was excluded, device type and
 dtype, index and scope, the mark, the first carrier's key and whether that was excluded. The compiled engine adds each
-carrier's key, whether that was excluded, name and dtype, where the region has a mark of its own.
+carrier's key, whether that was excluded, name and dtype, where the region has a mark of its own; of a disabled region
+it has the one change.
 """
+_ONE_CHANGE = 3
 
 
 def before(changes: list[Change]) -> list[Change]:
@@ -135,7 +137,9 @@ def _take(owner: object, entries: list[Entry]) -> Entry:
 
 
 def _written_out(entry: Entry) -> Entry:
-    if type(entry[2]) is tuple:
+    if type(entry[2]) is tuple and len(entry[2]) == _ONE_CHANGE:
+        entry[2] = [entry[2]]
+    elif type(entry[2]) is tuple:
         key, is_off, name, dtype, index, scope, mark, first, is_first, *carriers = entry[2]
         put = THREAD.state.put
         entry[2] = [

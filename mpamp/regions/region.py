@@ -102,7 +102,7 @@ class _Spec:
         self._nested: tuple[Mark, Scope] = (NO_MARK, self.scope)
         from ..engine.compiled import spec_of  # not before: it is much to import
 
-        self.core = spec_of(self.device, self.dtype, self.scope, self.key, self.index)
+        self.core = spec_of(self.device, self.dtype if self.enabled else None, self.scope, self.key, self.index)
 
     def _dtypes_in(self) -> tuple[torch.dtype, ...]:
         """Return the dtypes to have kernels for: a region in float32 may hold torch's own regions of lower ones."""
@@ -131,7 +131,7 @@ class _Spec:
 
 
 _regions: dict[Any, Region] = {}
-_plain: dict[tuple[str | torch.device, torch.dtype | None], Region] = {}
+_plain: dict[tuple[str | torch.device, torch.dtype | None, bool], Region] = {}
 _warned: set[str] = set()
 _off: list[None] = []
 """Not empty where all regions that are made do nothing."""
@@ -213,10 +213,10 @@ def autocast(
         device = _device_type(None)
     if cache_enabled is None:
         cache_enabled = True
-    if enabled is True and cache_enabled is True and ops is None and persistent_cache is False:
-        region = _plain.get((device, dtype))
+    if ops is None and cache_enabled is True and persistent_cache is False:
+        region = _plain.get((device, dtype, enabled))
         if region is None:
-            region = _plain[device, dtype] = _region_of(device, dtype, True, True, None, False)
+            region = _plain[device, dtype, enabled] = _region_of(device, dtype, enabled, True, None, False)
         return region
     return _region_of(device, dtype, enabled, cache_enabled, ops, persistent_cache)
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import mpamp
 from mpamp.testing import WeightCastCounter
@@ -455,10 +456,66 @@ def _cross(first: mpamp.Region, second: mpamp.Region) -> tuple[dict[str, Any], d
     return before, autocast_state(), between
 
 
+@pytest.mark.parametrize("first", [{}, {"enabled": False}, {"ops": {"softmax": "fp32"}}])
 @pytest.mark.parametrize("second", [{"dtype": HALF}, {"enabled": False}, {"dtype": FULL}])
-def test_regions_left_out_of_order_leave_nothing_on(second: dict[str, Any]) -> None:
-    before, after, _ = on_a_thread(lambda: _cross(mpamp.autocast("cpu"), mpamp.autocast("cpu", **second)))
+def test_regions_left_out_of_order_leave_nothing_on(first: dict[str, Any], second: dict[str, Any]) -> None:
+    before, after, _ = on_a_thread(lambda: _cross(mpamp.autocast("cpu", **first), mpamp.autocast("cpu", **second)))
     assert after == before
+
+
+def test_a_disabled_region_left_early_leaves_the_one_inside_on() -> None:
+    *_, between = on_a_thread(lambda: _cross(mpamp.autocast("cpu", enabled=False), mpamp.autocast("cpu", HALF)))
+    assert between is HALF
+
+
+class _Nothing(TorchFunctionMode):
+    pass
+
+
+@pytest.mark.parametrize("options", [{}, {"enabled": False}, {"ops": {"softmax": "fp32"}}])
+def test_a_region_is_left_under_a_function_mode_that_came_on_inside(options: dict[str, Any]) -> None:
+    def inside_and_after() -> list[Any]:
+        found: list[Any] = [autocast_state()]
+        region, mode = mpamp.autocast("cpu", **options).__enter__(), _Nothing()
+        found.append(mm_dtype())
+        with mode:
+            region.__exit__(None, None, None)
+        with mode, region:
+            pass
+        return [*found, autocast_state()]
+
+    before, dtype, after = on_a_thread(inside_and_after)
+    assert after == before
+    assert dtype is (FULL if options.get("enabled") is False else BRAIN)
+
+
+def test_a_disabled_region_can_be_entered_in_a_backward_pass() -> None:
+    seen = []
+
+    def hook(grad: torch.Tensor) -> None:
+        with mpamp.autocast("cpu"):
+            with mpamp.autocast("cpu", enabled=False):
+                seen.append(mm_dtype())
+            seen.append(mm_dtype())
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(hook)
+    with mpamp.autocast("cpu", HALF):
+        x.sum().backward()
+    assert seen == [FULL, BRAIN]
+
+
+def test_a_disabled_region_that_is_outermost_drops_the_casts_kept_inside() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+
+    def kept() -> tuple[int, int]:
+        with mpamp.autocast("cpu", enabled=False):
+            with mpamp.autocast("cpu"):
+                weight @ weight
+            inside = mpamp.cache_info().entries
+        return inside, mpamp.cache_info().entries
+
+    assert on_a_thread(kept) == (1, 0)
 
 
 @pytest.mark.parametrize(

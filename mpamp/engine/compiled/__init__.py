@@ -40,6 +40,7 @@ __all__ = ["VARIABLE", "choice", "core", "install", "serve", "spec_of", "which"]
 VARIABLE = "MPAMP_ENGINE"
 CHOICES = ("auto", "python", "compiled")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 def choice() -> str:
@@ -233,15 +234,29 @@ def _bare(found: Any, device: DeviceState) -> Any:
 # -- Regions -------------------------------------------------------------------------------------------
 
 
-def spec_of(device: DeviceState, dtype: torch.dtype, each: scope.Scope, key: Any, index: int) -> Any | None:
-    """Return what C++ enters an ordinary region by; None where there is no such engine, or it isn't ordinary."""
+def spec_of(device: DeviceState, dtype: torch.dtype | None, each: scope.Scope, key: Any, index: int) -> Any | None:
+    """Return what C++ enters an ordinary region by; None where there is no such engine, or it isn't ordinary.
+
+    Args:
+        device: The region's device.
+        dtype: What lower-precision ops run in there; None where the region is disabled.
+        each: Its scope.
+        key: The device's Autocast key.
+        index: Where a thread's scopes have the device's.
+    """
     found = core()
-    if found is None or dtype not in _DTYPES or not _scope_in(found, each):
+    if found is None or dtype not in (*_DTYPES, None) or not _scope_in(found, each):
         return None
+    undo = [] if dtype else [_undo_of_disabled(device, was_off) for was_off in (False, True)]
     chosen = marks.CARRIERS
     numbers = [_number(carrier) for carrier in chosen.keys]
     carriers = list(zip(numbers, chosen.keys, chosen.names, each.mark.state, strict=False))  # none of the default mark
-    return found.spec(_bare(found, device), dtype, each, device.type, key, index, carriers)
+    return found.spec(_bare(found, device), dtype or torch.float32, each, device.type, key, index, carriers, undo)
+
+
+@functools.cache
+def _undo_of_disabled(device: DeviceState, was_off: bool) -> marks.Change:
+    return _set_excluded, device.key, was_off
 
 
 def serve(region: type) -> None:

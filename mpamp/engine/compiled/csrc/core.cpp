@@ -56,12 +56,14 @@ py::capsule scope(std::shared_ptr<Table> table, int keep, int64_t task) {
 ScalarType scalar_type(py::handle dtype) { return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type; }
 
 py::capsule spec(const Device& device, py::object dtype, py::object scope, py::object name, py::object key, py::object index,
-                 const std::vector<std::tuple<int, py::object, py::object, py::object>>& carriers) {
+                 const std::vector<std::tuple<int, py::object, py::object, py::object>>& carriers,
+                 const std::vector<py::object>& undo) {
   py::capsule core = scope.attr("core");
   auto* found = static_cast<std::shared_ptr<Scope>*>(PyCapsule_GetPointer(core.ptr(), kScope));
   if (!found) throw py::error_already_set();
   auto* made = new Spec{device.key, device.type, scalar_type(dtype), device.index, *found, {}, settings().choice,
-                        scope.ptr(), py::object(scope.attr("mark")).ptr(), name.ptr(), key.ptr(), index.ptr()};
+                        scope.ptr(), py::object(scope.attr("mark")).ptr(), name.ptr(), key.ptr(), index.ptr(), {}};
+  for (size_t i = 0; i < undo.size() && i < made->undo.size(); ++i) made->undo[i] = py::object(undo[i]).release().ptr();
   for (auto& [number, carrier_key, carrier_name, carrier_dtype] : carriers)
     made->carriers.push_back({static_cast<DispatchKey>(number), c10::Device(carrier_name.cast<std::string>()).type(),
                               carrier_dtype.is_none() ? std::nullopt : std::optional(scalar_type(carrier_dtype)),

@@ -30,6 +30,10 @@ struct Spec {
   int64_t choice; // of the carriers that were chosen then
   // Borrowed: the spec, or torch, holds them.
   PyObject *scope_object, *mark, *name, *key_object, *index_object;
+  // Of a disabled region, which excludes the key and no more: what undoes that where it wasn't, and where it was. For good.
+  std::array<PyObject*, 2> undo;
+
+  bool is_disabled() const { return undo[0]; }
 };
 
 struct Names {
@@ -90,13 +94,24 @@ inline const Spec* ordinary(PyObject* region) {
   auto& names = python().names;
   if (at::impl::torch_function_mode_enabled()) return nullptr;
   Object spec{PyObject_GetAttr(region, names.spec)};
-  if (!spec.p) return nullptr;
+  Object core{spec.p ? PyObject_GetAttr(spec.p, names.core) : nullptr};
+  if (!core.p || core.p == Py_None) return nullptr;
+  auto* found = static_cast<const Spec*>(PyCapsule_GetPointer(core.p, kSpec));
+  if (!found || found->is_disabled()) return found;
   Object ready{PyObject_GetAttr(spec.p, names.ready)}, device{PyObject_GetAttr(spec.p, names.device)};
   if (!ready.p || !device.p) return nullptr;
   Object version{PyObject_GetAttr(device.p, names.version)};
-  if (!version.p || PyObject_RichCompareBool(ready.p, version.p, Py_EQ) != 1) return nullptr;
-  Object core{PyObject_GetAttr(spec.p, names.core)};
-  return core.p && core.p != Py_None ? static_cast<const Spec*>(PyCapsule_GetPointer(core.p, kSpec)) : nullptr;
+  return version.p && PyObject_RichCompareBool(ready.p, version.p, Py_EQ) == 1 ? found : nullptr;
+}
+
+// Append an entry of mpamp.engine.entries to the thread's.
+inline bool append(PyObject* entries, PyObject* region, PyObject* flag, PyObject* undo) {
+  Object entry{PyList_New(3)};
+  if (!entry.p) return false;
+  PyList_SET_ITEM(entry.p, 0, Py_NewRef(region));
+  PyList_SET_ITEM(entry.p, 1, Py_NewRef(flag));
+  PyList_SET_ITEM(entry.p, 2, Py_NewRef(undo));
+  return PyList_Append(entries, entry.p) == 0;
 }
 
 inline bool is_excluded(DispatchKey key) { return c10::impl::tls_is_dispatch_key_excluded(key); }
@@ -124,6 +139,11 @@ inline PyObject* enter(PyObject* self, PyObject* const*, Py_ssize_t) {
   auto& known = python();
   const Spec* spec = thread.entries ? ordinary(self) : nullptr;
   if (PyErr_Occurred()) return nullptr;
+  if (spec && spec->is_disabled()) {
+    if (!append(thread.entries, self, Py_None, spec->undo[is_excluded(spec->key)])) return nullptr;
+    set_excluded(spec->key, true);
+    return Py_NewRef(self);
+  }
   if (!spec || torch::autograd::get_current_graph_task_id() != -1 || spec->choice != settings().choice)
     return PyObject_CallOneArg(known.enter, self);
   auto *entries = thread.entries, *scopes = thread.python_scopes;
@@ -138,13 +158,7 @@ inline PyObject* enter(PyObject* self, PyObject* const*, Py_ssize_t) {
   if (!before.p) return nullptr;
   Object undo{PyTuple_Pack(10, spec->key_object, as_bool(is_off), spec->name, dtype_object(spec->type), spec->index_object,
                            PyList_GET_ITEM(scopes, spec->index), own, known.carrier, as_bool(is_outermost), before.p)};
-  Object entry{undo.p ? PyList_New(3) : nullptr};
-  if (!entry.p) return nullptr;
-  Py_INCREF(self);
-  PyList_SET_ITEM(entry.p, 0, self);
-  PyList_SET_ITEM(entry.p, 1, Py_NewRef(as_bool(flag)));
-  PyList_SET_ITEM(entry.p, 2, Py_NewRef(undo.p));
-  if (PyList_Append(entries, entry.p) < 0) return nullptr;
+  if (!undo.p || !append(entries, self, as_bool(flag), undo.p)) return nullptr;
   at::autocast::set_autocast_cache_enabled(false);
   thread.scopes[spec->index] = spec->scope;
   PyList_SetItem(scopes, spec->index, Py_NewRef(spec->scope_object));
@@ -156,6 +170,32 @@ inline PyObject* enter(PyObject* self, PyObject* const*, Py_ssize_t) {
   return Py_NewRef(self);
 }
 
+// Whether an entry's changes are those that `enter` made for a region of this spec, so that `restore` can undo them.
+inline bool is_own(const Spec& spec, PyObject* undo) {
+  if (spec.is_disabled()) return undo == spec.undo[0] || undo == spec.undo[1];
+  return PyTuple_GET_SIZE(undo) == 10 && PyTuple_GET_ITEM(undo, 4) == spec.index_object &&
+      PyTuple_GET_ITEM(undo, 0) == spec.key_object &&
+      PyTuple_GET_SIZE(PyTuple_GET_ITEM(undo, 9)) == static_cast<Py_ssize_t>(spec.carriers.size());
+}
+
+inline int restore(const Spec& spec, PyObject* flag, PyObject* undo) {
+  auto *scopes = this_thread().python_scopes, *carriers = PyTuple_GET_ITEM(undo, 9);
+  auto item = [&](int i) { return PyTuple_GET_ITEM(undo, i); };
+  set_excluded(spec.key, item(1) == Py_True);
+  if (item(8) == Py_True) set_excluded(static_cast<DispatchKey>(settings().carriers[0].load()), true);
+  for (size_t i = 0; i < spec.carriers.size(); ++i) {
+    auto* was = PyTuple_GET_ITEM(carriers, static_cast<Py_ssize_t>(i));
+    set_excluded(spec.carriers[i].key, PyTuple_GET_ITEM(was, 1) == Py_True);
+    at::autocast::set_autocast_dtype(spec.carriers[i].type, reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(was, 3))->scalar_type);
+  }
+  if (mirror(spec.index, item(5)) < 0) return -1;
+  PyList_SetItem(scopes, spec.index, Py_NewRef(item(5)));
+  PyList_SetItem(scopes, python().mark, Py_NewRef(item(6)));
+  at::autocast::set_autocast_dtype(spec.type, reinterpret_cast<THPDtype*>(item(3))->scalar_type);
+  at::autocast::set_autocast_cache_enabled(flag == Py_True);
+  return 0;
+}
+
 inline PyObject* leave(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   auto& thread = this_thread();
   auto& known = python();
@@ -163,30 +203,16 @@ inline PyObject* leave(PyObject* self, PyObject* const* args, Py_ssize_t count) 
   auto size = entries ? PyList_GET_SIZE(entries) : 0;
   auto* entry = size ? PyList_GET_ITEM(entries, size - 1) : nullptr;
   bool is_ordinary = entry && PyList_GET_ITEM(entry, 0) == self && PyTuple_CheckExact(PyList_GET_ITEM(entry, 2));
-  const Spec* spec = is_ordinary && !at::impl::torch_function_mode_enabled() ? ordinary(self) : nullptr;
-  auto* undo = is_ordinary ? PyList_GET_ITEM(entry, 2) : nullptr;
+  const Spec* spec = is_ordinary ? ordinary(self) : nullptr;
   if (PyErr_Occurred()) PyErr_Clear(); // Python's method will say it
-  if (!spec || PyTuple_GET_SIZE(undo) != 10 || PyTuple_GET_ITEM(undo, 4) != spec->index_object ||
-      PyTuple_GET_ITEM(undo, 0) != spec->key_object || PyTuple_GET_SIZE(PyTuple_GET_ITEM(undo, 9)) != Py_ssize_t(spec->carriers.size())) {
+  if (!spec || !is_own(*spec, PyList_GET_ITEM(entry, 2))) {
     PyObject* all[4] = {self, count > 0 ? args[0] : Py_None, count > 1 ? args[1] : Py_None, count > 2 ? args[2] : Py_None};
     return PyObject_Vectorcall(known.leave, all, 4, nullptr);
   }
-  auto* scopes = thread.python_scopes;
-  auto item = [&](int i) { return PyTuple_GET_ITEM(undo, i); };
-  auto* dtype = reinterpret_cast<THPDtype*>(item(3));
   Object kept{Py_NewRef(entry)}; // what it holds is let go of at the end
-  set_excluded(spec->key, item(1) == Py_True);
-  if (item(8) == Py_True) set_excluded(static_cast<DispatchKey>(settings().carriers[0].load()), true);
-  for (size_t i = 0; i < spec->carriers.size(); ++i) {
-    auto* was = PyTuple_GET_ITEM(item(9), static_cast<Py_ssize_t>(i));
-    set_excluded(spec->carriers[i].key, PyTuple_GET_ITEM(was, 1) == Py_True);
-    at::autocast::set_autocast_dtype(spec->carriers[i].type, reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(was, 3))->scalar_type);
-  }
-  if (mirror(spec->index, item(5)) < 0) return nullptr;
-  PyList_SetItem(scopes, spec->index, Py_NewRef(item(5)));
-  PyList_SetItem(scopes, known.mark, Py_NewRef(item(6)));
-  at::autocast::set_autocast_dtype(spec->type, dtype->scalar_type);
-  at::autocast::set_autocast_cache_enabled(PyList_GET_ITEM(entry, 1) == Py_True);
+  auto* undo = PyList_GET_ITEM(entry, 2);
+  if (spec->is_disabled()) set_excluded(spec->key, undo == spec->undo[1]);
+  else if (restore(*spec, PyList_GET_ITEM(entry, 1), undo) < 0) return nullptr;
   if (PyList_SetSlice(entries, size - 1, size, nullptr) < 0) return nullptr;
   if (size == 1) {
     if (!thread.in_region.entries.empty()) thread.in_region.clear();
