@@ -74,7 +74,7 @@ def test_the_check_of_environments_can_fail(wrong: str, tox: configparser.Config
 
 def test_every_device_and_check_has_a_job() -> None:
     named = named_environments()
-    places = ("cpu", "fake-cuda", "fake-xpu", "plugin", "ipex", "integrations", "cuda", "xpu")
+    places = ("cpu", "fake-cuda", "fake-xpu", "plugin", "ipex", "compiled", "integrations", "cuda", "xpu")
     for place in places:
         assert any(re.fullmatch(rf"torch\w+-{place}", env) for env in named), place
     assert {"lint", "type", "docs", "doctest"} <= named
@@ -128,4 +128,4 @@ def test_machines_of_our_own_run_no_pull_requests() -> None:
         assert not (owned and "pull_request" in workflow[True])
         for job in owned:
             for row in job["strategy"]["matrix"]["include"]:
-                assert row["env"].endswith(f"-{row['label']}")
+                assert re.fullmatch(rf"torch\w+-{row['label']}(-compiled)?", row["env"])

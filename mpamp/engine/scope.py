@@ -71,9 +71,13 @@ class ThreadState:
         """The casts that leaving the outermost region drops."""
 
     def attach(self) -> None:
-        """Have the compiled engine see what is put into the calling thread's scopes; it leaves others' to Python."""
-        self.put = _Compiled.core.attach(self.entries, self.scopes, self.casts)
-        self.casts = _Casts(self.casts)
+        """Have the compiled engine see what is put into the calling thread's scopes; it leaves others' to Python.
+
+        It does so until the state is gone, which an exception may have happen before any region had it.
+        """
+        casts = _Casts(REGION_CACHE.entries)
+        self.put = _Compiled.core.attach(self.entries, self.scopes, casts.entries)
+        self.casts = casts
 
 
 class _Casts:

@@ -8,7 +8,7 @@ import torch
 
 from ..engine import Call
 from ..functions.ruledforward import RuledForward
-from ..rules.policy import CastPolicy
+from ..rules.policy import RAISING, CastPolicy
 from .origins import Facts
 from .places import Places
 from .records import CAST, TINY, Fault, Faulty, Finding, bytes_of, name_of, results_of, short_name
@@ -18,7 +18,6 @@ __all__ = ["Faults"]
 
 Module = torch.nn.Module | None
 Tensors = list[torch.Tensor]
-_RAISING = {CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP32_APPEND_DTYPE}
 _AS_CALLED = {None, CastPolicy.FALLTHROUGH}
 _HALF = {torch.float16, torch.bfloat16}
 _MOST_NAMES = 3
@@ -91,7 +90,7 @@ class Faults:
         fact = facts[0] if facts and all(facts) else None
         low = next((t.dtype for t in tensors if t.dtype in _HALF), None)
         if low is not None and not wide:
-            if call.policy in _RAISING:
+            if call.policy in RAISING:
                 base = call.device.base.get(call.op)
                 name = short_name(call.op)
                 advice = f"ops={{'{name}': 'fallthrough'}} runs it in {name_of(low)}."

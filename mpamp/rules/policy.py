@@ -9,7 +9,7 @@ import torch
 
 from ..errors import BannedOpError, UnknownPolicyError, nearest
 
-__all__ = ["CASTABLE", "CastPolicy", "target_dtype"]
+__all__ = ["CASTABLE", "RAISING", "CastPolicy", "target_dtype"]
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 CASTABLE: frozenset[torch.dtype] = frozenset(
@@ -75,6 +75,10 @@ REMEDY = {
         "script for apex)."
     )
 }
+
+
+RAISING = frozenset({CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP32_APPEND_DTYPE})
+"""The policies that have an op give float32."""
 
 
 def target_dtype(

@@ -66,6 +66,8 @@ class Model(nn.Module):
 @pytest.fixture(autouse=True)
 def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices that other tests asked for, and that are none here, are none of a program's."""
+    for kind in ("cuda", "xpu"):  # so that they are among all devices, when those are there again
+        registry.device_state(kind)
     monkeypatch.setattr(registry, "DEVICES", [registry.device_state("cpu")])
 
 

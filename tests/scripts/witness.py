@@ -1,7 +1,8 @@
 """Run scripts by ``mpamp run`` in forks of one process, and count from outside what mpamp did for each.
 
 ``python -m tests.scripts.witness FILE [NAME ...]`` writes what became of the named scripts, or of all that need no
-framework, as JSON: by script and run (amp and float32, each with some seeds) its output, its losses and what was counted.
+framework, as JSON: by script and run (amp and float32, each with some seeds) its output, its losses and what was
+counted.
 """
 
 from __future__ import annotations

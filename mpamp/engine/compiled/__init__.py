@@ -26,7 +26,7 @@ from ...plugins.backend import Backend
 from ...rules.eligibility import HELD, NEED_ONE_DTYPE, WRITTEN, is_in_place, overload_name
 from ...rules.eligibility import OBSERVERS as RANGES
 from ...rules.optable import OpTable
-from ...rules.policy import CastPolicy
+from ...rules.policy import RAISING, CastPolicy
 from ...rules.rows import APPEND_DTYPE
 from .. import marks, scope
 from ..casts import cache
@@ -124,11 +124,11 @@ def _number(key: Any) -> int:
 _tables: weakref.WeakValueDictionary[int, OpTable] = weakref.WeakValueDictionary()
 _handles: weakref.WeakKeyDictionary[OpTable, Any] = weakref.WeakKeyDictionary()
 _table_numbers = itertools.count()
-_names: list[str] = []
-"""The overloads that have a number."""
-_numbers: dict[str, int] = {}
-_is_torchs: dict[str, bool] = {}
-"""Whether torch has a row for an overload, which a table without one has taken out."""
+_Facts = tuple[str, "CastPolicy | None"]
+"""An overload, and the policy that torch's own kernel under ours follows."""
+_facts: list[_Facts] = []
+"""What the numbers stand for that tables have rows by."""
+_numbers: dict[_Facts, int] = {}
 
 
 def _handle(found: Any, table: OpTable) -> Any:
@@ -160,15 +160,17 @@ _CODES = {
 
 def _code(table_id: int, dtype: int, number: int) -> int:
     """Return what a table's row says; called once for each, by whatever thread first comes by."""
-    table, name = _tables.get(table_id), _names[number]
+    table, (name, torchs) = _tables.get(table_id), _facts[number]
     found: Any = store.load()
     if table is None:
         return int(found.Code.python)
     policy = table.rules[_DTYPES[dtype]].get(name)
     if policy is None:
-        return int(found.Code.below if _is_torchs[name] and name not in table else found.Code.outside)
+        return int(found.Code.below if torchs is not None and name not in table else found.Code.outside)
     if policy is CastPolicy.FP32 and name in widening_ops():
         policy = CastPolicy.FP32_SET_OPT_DTYPE
+    elif policy is torchs and policy in RAISING:  # as the engine in Python: torch's kernel casts beside a float64 too
+        return int(found.Code.outside)
     return int(getattr(found.Code, _CODES.get(policy, "python")))
 
 
@@ -180,7 +182,7 @@ def _kind(cls: type) -> int:
 
 
 def install(
-    device: DeviceState, op: OpOverload, kernel: Callable[..., Any], *, is_torchs: bool, keeps: bool
+    device: DeviceState, op: OpOverload, kernel: Callable[..., Any], *, torchs: CastPolicy | None, keeps: bool
 ) -> Any | None:
     """Install the C++ kernel of an op over one in Python; None where the op is left to that.
 
@@ -188,23 +190,23 @@ def install(
         device: The device at whose Autocast key.
         op: The overload.
         kernel: The kernel in Python.
-        is_torchs: Whether torch has a row for it.
+        torchs: The policy that the kernel under it follows, if that is torch's own.
         keeps: Whether it may be given kept casts.
     """
     found, name = core(), overload_name(op)
     if found is None or _is_special(op) or fused(name, device.backend) is not None:
         return None
-    if name not in _numbers:
-        if len(_names) == found.max_ops:
+    facts = name, torchs
+    if facts not in _numbers:
+        if len(_facts) == found.max_ops:
             return None
-        _numbers[name] = len(_names)
-        _names.append(name)
-    _is_torchs[name] = is_torchs
+        _numbers[facts] = len(_facts)
+        _facts.append(facts)
     handle = _device(found, device, device.backend)
     if handle is None and keeps:  # whether a graph is being recorded can't be known in C++
         return None
     held = [a.name for a in op._schema.arguments if a.name in HELD and "number" in str(a.type)]
-    return found.install(name, handle or _bare(found, device), _numbers[name], keeps, held, kernel)
+    return found.install(name, handle or _bare(found, device), _numbers[facts], keeps, held, kernel)
 
 
 def _is_special(op: OpOverload) -> bool:

@@ -21,7 +21,7 @@ from ...locks import LOCK, burst
 from ...oplists import load_table, table_names
 from ...rules.eligibility import find_overload, overload_name
 from ...rules.optable import OpTable, Row
-from ...rules.policy import CastPolicy
+from ...rules.policy import RAISING, CastPolicy
 from .. import BEFORE_FIRST_INSTALL, compiled
 from ..casts.writes import watch_writes
 from ..marks import marks_in_use
@@ -41,9 +41,7 @@ _CACHELESS = {
     "aten::linalg_vecdot",
 }
 """Ops whose arguments are activations: torch's own kernel serves them as well as ours would."""
-_SAME_AS_TORCH = {CastPolicy.FP32, CastPolicy.FP32_SET_OPT_DTYPE, CastPolicy.FP32_APPEND_DTYPE}
-
-_LEFT_TO_TORCH = {*_SAME_AS_TORCH, CastPolicy.LOWER_PRECISION_FP, CastPolicy.PROMOTE}
+_LEFT_TO_TORCH = {*RAISING, CastPolicy.LOWER_PRECISION_FP, CastPolicy.PROMOTE}
 """Policies that our kernel may leave to torch's, call by call; its ban is of float32 arguments too."""
 
 _installed: dict[str, dict[str, Any]] = {}
@@ -92,7 +90,7 @@ def needs_kernel(device: DeviceState, table: OpTable, dtype: torch.dtype) -> lis
 def _is_torchs(op: str, policy: CastPolicy, native: Row | None) -> bool:
     if native is None or policy is not native.policy:
         return False
-    return policy in _SAME_AS_TORCH or op in _CACHELESS
+    return policy in RAISING or op in _CACHELESS
 
 
 # -- Installing and withdrawing ----------------------------------------------------------------------
@@ -244,8 +242,8 @@ def _install_one(device: DeviceState, name: str, *, is_torchs: bool = True) -> N
     namespace, _, rest = name.partition("::")
     kernel, op = _kernel(device, name, is_torchs=is_torchs), find_overload(name)
     assert op is not None
-    is_listed = is_torchs and not device.has_vendor_kernels and name in _native_policies(device.type)
-    library = compiled.install(device, op, kernel, is_torchs=is_listed, keeps=returns_new(op))
+    row = _native_policies(device.type).get(name) if found and is_torchs and not device.has_vendor_kernels else None
+    library = compiled.install(device, op, kernel, torchs=None if row is None else row.policy, keeps=returns_new(op))
     if library is None:
         library = torch.library.Library(namespace, "IMPL")
         put_on_top(library, rest, device.key_name, kernel)

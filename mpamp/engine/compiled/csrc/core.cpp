@@ -96,15 +96,12 @@ void adopt(py::object cls, py::object default_mark, Py_ssize_t mark) {
   cls.attr("__exit__") = py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &leave_def));
 }
 
-// Make this thread's lists known, and return the function that writes into its scopes.
+// Make this thread's lists known, and return the function that writes into its scopes; they are known as long as it lives.
 py::object attach(py::object entries, py::object scopes, py::object casts) {
-  auto& thread = this_thread();
-  thread.entries = entries.ptr();
-  thread.python_scopes = scopes.ptr();
-  thread.python_casts = casts.ptr();
+  auto attached = in_capsule(new Attached(std::move(entries), scopes, std::move(casts)), kAttached);
   for (Py_ssize_t i = 0; i < kDevices; ++i)
     if (mirror(i, PyList_GET_ITEM(scopes.ptr(), i)) < 0) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&put_def, scopes.ptr()));
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&put_def, attached.ptr()));
 }
 
 void set_carriers(const std::vector<int>& keys, py::object first) {

@@ -75,8 +75,33 @@ inline int mirror(Py_ssize_t index, PyObject* scope) {
   return 0;
 }
 
+// One thread's lists, in a capsule that the thread's state has: once that is gone the thread is as it was before.
+struct Attached {
+  py::object entries, scopes, casts;
+
+  Attached(py::object entries, py::object scopes, py::object casts)
+      : entries(std::move(entries)), scopes(std::move(scopes)), casts(std::move(casts)) {
+    auto& thread = this_thread();
+    thread.entries = this->entries.ptr();
+    thread.python_scopes = this->scopes.ptr();
+    thread.python_casts = this->casts.ptr();
+    thread.attached = this;
+  }
+  ~Attached() {
+    auto& thread = this_thread();
+    if (thread.attached != this) return; // it has been attached again, or is another's
+    thread.entries = thread.python_scopes = thread.python_casts = nullptr;
+    thread.attached = nullptr;
+    thread.scopes.fill(nullptr);
+  }
+};
+constexpr const char* kAttached = "mpamp.attached";
+
 // list.__setitem__ of the thread's scopes, which kernels see at once.
-inline PyObject* put(PyObject* scopes, PyObject* const* args, Py_ssize_t) {
+inline PyObject* put(PyObject* self, PyObject* const* args, Py_ssize_t) {
+  auto* attached = static_cast<Attached*>(PyCapsule_GetPointer(self, kAttached));
+  if (!attached) return nullptr;
+  auto* scopes = attached->scopes.ptr();
   auto index = PyLong_AsSsize_t(args[0]);
   if (index < 0 && PyErr_Occurred()) return nullptr;
   if (mirror(index, args[1]) < 0) return nullptr;

@@ -12,8 +12,10 @@ struct Thread {
   ~Thread();
   std::array<std::shared_ptr<Scope>, kDevices> scopes;
   Cache in_region, persistent;
-  // What mpamp.engine.scope.ThreadState has, and holds. None: nothing is known of the thread, Python's kernels run.
+  // What mpamp.engine.scope.ThreadState has, as long as it is there. None: nothing is known of the thread, Python's kernels
+  // run.
   PyObject *entries = nullptr, *python_scopes = nullptr, *python_casts = nullptr;
+  const void* attached = nullptr; // who holds them
 
   Cache* cache(Keep keep) { return keep == kInRegion ? &in_region : keep == kPersistently ? &persistent : nullptr; }
 };
