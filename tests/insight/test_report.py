@@ -136,6 +136,32 @@ def test_apex_scalers_are_noticed() -> None:
     assert "No op ran in a region: the weights are in lower precision themselves" in titles(report)
 
 
+def test_where_every_step_is_skipped_a_scale_that_fits_is_named() -> None:
+    with reporting(None) as collecting:
+        train(steps=3, init_scale=2.0**15)
+    (first,) = [one for one in report_of(collecting).advice if one.title.startswith("Every step was skipped")]
+    assert first.why == "3 of 3 attempts found an inf or NaN in a gradient, at scales down to 8192."
+    scale = float(first.do.partition("init_scale=")[2].partition(")")[0])
+    with reporting(None) as collecting:
+        train(steps=3, init_scale=scale)
+    assert report_of(collecting).scalers[0].skipped == 0
+
+
+def test_where_the_forward_pass_overflows_no_scale_is_named() -> None:
+    torch.manual_seed(0)
+    model, scaler = nn.Linear(4, 2), mpamp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with reporting(None) as collecting:
+        for _ in range(2):
+            with mpamp.autocast("cpu", dtype=HALF):
+                loss = (model(torch.full((1, 4), 6e4)) * 6e4).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    found = {one.title: one.do for one in report_of(collecting).advice}
+    assert found["Every step was skipped: nothing was trained"].startswith("A smaller scale may not mend that")
+
+
 def test_a_long_history_takes_little() -> None:
     log = ScaleLog("any")
     for step in range(50_000):

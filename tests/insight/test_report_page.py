@@ -203,6 +203,16 @@ def test_a_scale_is_a_line_in_powers_of_two_with_its_skips() -> None:
     assert line.x_ticks == ((0.0, "1"), (25.0, "2"), (50.0, "3"), (75.0, "4"), (100.0, "5"))
 
 
+@pytest.mark.parametrize(("attempts", "named"), [(2, [1, 2]), (8, [1, 3, 5, 7]), (1000, [1, 251, 501, 751])])
+def test_attempts_are_named_at_even_distances(attempts: int, named: list[int]) -> None:
+    log = ScaleLog("any")
+    for _ in range(attempts):
+        log.add(1.0, False)
+    places, names = zip(*scale_line(log).x_ticks, strict=True)
+    assert list(map(int, names)) == named
+    assert all(place == pytest.approx(100 * (n - 1) / (attempts - 1)) for place, n in zip(places, named, strict=True))
+
+
 def test_one_attempt_at_any_scale_is_drawn() -> None:
     for scale in (65536.0, 0.0, float("inf"), 2.0**-20):
         log = ScaleLog("any")

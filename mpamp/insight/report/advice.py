@@ -8,6 +8,7 @@ from typing import Any
 from ..overflow_report import Overflow, plain
 from ..records import Finding
 from .report import Advice, Report
+from .scaling import ScaleLog
 
 __all__ = ["advise"]
 
@@ -98,20 +99,7 @@ def _scales(report: Report) -> Iterator[Advice]:
                 break
             first += 1
         if log.skipped == log.attempts:
-            fitting = [o.fitting_scale for o, _ in report.steps.overflows.values() if o.phase == "backward"]
-            known = [scale for scale in fitting if scale is not None]
-            fits = min(*known, log.points[-1][1] / 2) if known else None
-            yield Advice(
-                0,
-                1.0,
-                "Every step was skipped: nothing was trained",
-                f"{log.skipped} of {log.attempts} attempts found an inf or NaN in a gradient, at scales down to "
-                f"{plain(log.points[-1][1])}.",
-                f"GradScaler(init_scale={plain(fits)}), or run the ops that are named under Loss scale in float32."
-                if fits is not None and len(fitting) == len(report.steps.overflows)
-                else "A smaller scale may not mend that: look at the culprits under Loss scale, and run the ops that "
-                "are named there in float32.",
-            )
+            yield _nothing_trained(report, log)
         elif first > 1:
             began, fitted = (plain(log.points[i][1]) for i in (0, first))
             yield Advice(
@@ -132,14 +120,31 @@ def _scales(report: Report) -> Iterator[Advice]:
                 "growth_interval, or set max_scale.",
             )
     if not report.scalers and _trains_in_half(report):
-        yield Advice(
-            1,
-            0.5,
-            "float16 was trained without a GradScaler",
-            "Gradients below 6e-8 become zero in float16, and nothing scales the loss.",
-            "scaler = mpamp.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(): or "
-            "take bfloat16.",
-        )
+        yield _no_scaler()
+
+
+def _nothing_trained(report: Report, log: ScaleLog) -> Advice:
+    last = log.points[-1][1]
+    fitting = [o.fitting_scale for o, _ in report.steps.overflows.values() if o.phase == "backward"]
+    known = [scale for scale in fitting if scale is not None]
+    if known and len(fitting) == len(report.steps.overflows):
+        fits = plain(min(*known, last / 2))
+        do = f"GradScaler(init_scale={fits}), or run the ops that are named under Loss scale in float32."
+    else:
+        do = "A smaller scale may not mend that: look at the culprits under Loss scale, and run those ops in float32."
+    found = f"{log.skipped} of {log.attempts} attempts found an inf or NaN in a gradient, at scales down to "
+    return Advice(0, 1.0, "Every step was skipped: nothing was trained", f"{found}{plain(last)}.", do)
+
+
+def _no_scaler() -> Advice:
+    return Advice(
+        1,
+        0.5,
+        "float16 was trained without a GradScaler",
+        "Gradients below 6e-8 become zero in float16, and nothing scales the loss.",
+        "scaler = mpamp.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(): or "
+        "take bfloat16.",
+    )
 
 
 def _trains_in_half(report: Report) -> bool:

@@ -128,5 +128,5 @@ def _powers(low: float, high: float, y: Callable[[float], float]) -> tuple[tuple
 
 
 def _numbers(attempts: int, x: Callable[[float], float]) -> tuple[tuple[float, str], ...]:
-    found = dict.fromkeys(round(1 + (attempts - 1) * part / 4) for part in range(5))
-    return tuple((x(n), str(n)) for n in found)
+    step = max(1, math.ceil((attempts - 1) / 4))  # as far from each other as they look
+    return tuple((x(n), str(n)) for n in range(1, attempts + 1, step))
