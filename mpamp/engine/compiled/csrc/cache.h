@@ -181,8 +181,8 @@ struct Readiness {
 // Nothing refers to the weight itself, not even weakly: torch.utils.swap_tensors would refuse it then. An entry hangs on
 // the weight's storage; of two weights that share all of it, the one used last has the entry.
 struct Entry {
-  Entry(const Tensor& weight, Tensor made, State state)
-      : weight(weight.unsafeGetTensorImpl()), storage(weight.storage().getWeakStorageImpl()), state(std::move(state)),
+  Entry(const Tensor& weight, const c10::Storage& storage, Tensor made, State state)
+      : weight(weight.unsafeGetTensorImpl()), storage(storage.getWeakStorageImpl()), state(std::move(state)),
         low(std::move(made)), low_version(version_of(low)) {}
   const c10::TensorImpl* weight; // only ever compared
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
@@ -289,6 +289,7 @@ struct Cache {
   Tensor add(const Tensor& weight, ScalarType dtype, const Tensor& user, const std::optional<c10::Stream>& stream) {
     ++casts;
     auto dropped = drops.load();
+    auto storage = held(weight);
     State state(weight);
     bool is_view = !weight.is_same(user), is_whole = !is_view || is_all_of(user, weight);
     Tensor graph = is_whole ? cast(user, dtype) : data(weight, dtype);
@@ -297,14 +298,14 @@ struct Cache {
       at::AutoDispatchBelowADInplaceOrView below;
       low = at::as_strided(low, weight.sizes(), weight.strides(), 0);
     }
-    Entry entry(weight, std::move(low), state);
+    Entry entry(weight, storage, std::move(low), state);
     entry.is_alike = is_view; // a view's base was asked about; else it is made anew for the first view
     if (graph.requires_grad() && !is_view) entry.graph = Weak(graph.getIntrusivePtr());
     if (stream) entry.readiness.emplace(*stream);
     if (!is_whole || (!is_view && !graph.requires_grad())) graph = use(entry, weight, user);
     std::vector<Entry> gone;
     std::lock_guard<std::mutex> guard(lock);
-    if (dropped == drops.load() && state.is_of(weight)) {
+    if (dropped == drops.load() && state.is_of(weight) && state.storage == storage.unsafeGetStorageImpl()) {
       if (entries.size() >= sweep_at) sweep_at = std::max<size_t>(64, 2 * swept(gone));
       Key key{storage_of(weight), dtype};
       auto old = entries.find(key);
@@ -324,6 +325,11 @@ struct Cache {
   }
 
  private:
+  // Another thread may be giving the weight other data; that has Python's lock, and the old storage may go with it.
+  static c10::Storage held(const Tensor& weight) {
+    py::gil_scoped_acquire lock;
+    return weight.storage();
+  }
   size_t swept(std::vector<Entry>& gone) {
     for (auto it = entries.begin(); it != entries.end();) {
       if (it->second.is_dead()) {
