@@ -120,14 +120,16 @@ def test_every_added_row_is_listed(generate: types.ModuleType) -> None:
     lines = _page("additions.md").splitlines()
     row = re.compile(r"^\| `([^`]+)` \|")
     here = [line for line in lines if (found := row.match(line)) and find_overload(f"aten::{found[1]}") is not None]
-    written = [line for line in generate.additions().splitlines() if row.match(line)]
+    later = ("linalg_matrix_sqrth", "linalg_polar")  # of torch 2.14: the page is written with 2.13
+    written = [s for s in generate.additions().splitlines() if (found := row.match(s)) and found[1] not in later]
     assert here == written, "run python docs/generate.py"
     if torch.__version__.startswith("2.13"):
         assert _page("additions.md") == generate.additions(), "run python docs/generate.py"
     for device in generate.DEVICES:
         added = [d for d in OpTable.named("native", device).diff(OpTable.named("default", device)) if d.left is None]
         assert len(added) > 100
-        assert all(any(line.startswith(f"| `{d.op.removeprefix('aten::')}` |") for line in here) for d in added)
+        names = {d.op.removeprefix("aten::") for d in added} - set(later)
+        assert all(any(line.startswith(f"| `{name}` |") for line in here) for name in names)
 
 
 def test_every_family_is_generated_with_all_its_ops(generate: types.ModuleType) -> None:

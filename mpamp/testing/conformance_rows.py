@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import BannedOpError
+from ..oplists import widening_ops
 from ..rules.eligibility import OBSERVERS, WRITTEN, find_overload, is_in_place
 from ..rules.policy import CASTABLE, CastPolicy, target_dtype
 from ..rules.rows import APPEND_DTYPE, Row, check_row
@@ -83,6 +84,8 @@ def _check_calls(subject: Subject, op: OpOverload, name: str, policy: CastPolicy
             found = _call(op, call)
         if policy is CastPolicy.FP32_APPEND_DTYPE and form == [DOUBLE]:
             found = (expected[0], found[1])  # torch's own kernel asks for float64 by name
+        if found != expected and policy is CastPolicy.FP32 and name in widening_ops():  # asked for float32 as it is
+            expected = _expected(subject, op, name, CastPolicy.FP32_SET_OPT_DTYPE, lower, form)
         if subject.is_fake and found[1].startswith(_NO_CARD):
             raise Inapplicable("torch's own kernel needs the device itself")
         where = f"in a {lower} region, given {', '.join(map(str, form))}"

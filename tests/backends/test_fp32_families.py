@@ -74,6 +74,9 @@ LINALG: dict[str, Case] = {
     "torch.ormqr": lambda t: call(torch.ormqr, t(4, 3), t(3), t(4, 2)),
     "torch.pinverse": lambda t: call(torch.pinverse, t(4, 4)),
 }
+if hasattr(linalg, "polar"):  # from torch 2.14 on
+    LINALG["polar"] = lambda t: call(linalg.polar, t(4, 4))
+    LINALG["matrix_sqrth"] = lambda t: call(linalg.matrix_sqrth, t(4, 4))
 OTHER_LINALG = {
     "cross": "promotes",
     "diagonal": "is a view",

@@ -123,4 +123,4 @@ def test_no_overflow_is_found_of_them(name: str) -> None:
         scaler=mpamp.GradScaler("cpu", 2.0**10),
     )
     assert finder.steps == 1
-    assert [report.overflow for report in finder.reports] == []
+    assert [report.overflow for report in finder.reports if report.overflow is not None] == []  # underflow there may be

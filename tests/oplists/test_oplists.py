@@ -41,6 +41,8 @@ HISTORIC = {
     "sum.dim_DimnameList",
 }
 """Overloads by dimension name, which torch had until 2.12."""
+OF_SOME = {"cholesky", "qr", "linalg_matrix_sqrth", "linalg_polar"}
+"""What torch had until 2.13, or has from 2.14 on."""
 FFTS = [
     "fft",
     "ifft",
@@ -86,7 +88,7 @@ def test_every_op_is_in_one_family() -> None:
 
 def test_every_op_exists_or_did() -> None:
     missing = {op for ops in families().values() for op in ops if find_overload(f"aten::{op}") is None}
-    assert missing <= HISTORIC
+    assert missing <= HISTORIC | OF_SOME
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -156,8 +158,8 @@ def test_default_adds_in_float32_or_by_promotion_only(device: str) -> None:
 @pytest.mark.parametrize("name", ["default", "uniform"])
 def test_families_in_float32_on_every_device(name: str, device: str, family: str) -> None:
     table = load_table(name, device)
-    wrong = [op for op in families()[family] if table.policy(op, BRAIN) is not CastPolicy.FP32]
-    assert wrong == []
+    wrong = {op for op in families()[family] if table.policy(op, BRAIN) is not CastPolicy.FP32}
+    assert wrong == {op for op in wrong & OF_SOME if find_overload(f"aten::{op}") is None}
 
 
 def test_uniform_is_the_same_on_every_device() -> None:
@@ -203,7 +205,8 @@ def test_native_rows_are_what_torch_registers(device: str) -> None:
     if HERE in table_names(device):
         assert listed - only_with_cuda == registered - only_with_cuda
     else:
-        assert {op for op in registered if "imname" not in op} <= set(load_table("native", device))
+        later = {f"aten::{op}" for op in OF_SOME}  # in the default table
+        assert {op for op in registered - later if "imname" not in op} <= set(load_table("native", device))
 
 
 def _registered(device: str) -> set[str]:

@@ -121,7 +121,8 @@ def test_row_is_seen(place: str, op: str, observed: Observed) -> None:
 
 @pytest.mark.parametrize("place", NATIVE)
 def test_no_row_is_missing(place: str, observed: Observed) -> None:
-    assert list(observed["torch"][place]) == list(NATIVE[place])
+    later = "aten::linalg_matrix_sqrth"  # from torch 2.14 on; the default table has it
+    assert [op for op in observed["torch"][place] if op != later] == list(NATIVE[place])
 
 
 def test_over_350_rows() -> None:

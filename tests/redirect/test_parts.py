@@ -133,7 +133,7 @@ def test_a_refusal_names_the_idiom_and_the_remedy():
         "torch.zeros(1).to(0)",
         "torch.cuda.FloatTensor(1)",
         "torch.cuda.Stream()",
-        "torch.cuda.Event()",
+        *([] if torch.version.cuda else ["torch.cuda.Event()"]),  # builds for CUDA make it when it is first recorded
         "torch.cuda.current_device()",
         "torch.cuda.synchronize()",
         "torch.Generator('cuda')",

@@ -95,7 +95,7 @@ def test_all_is_as_before_after_an_exception():
     with pytest.raises(ZeroDivisionError), room.redirect("cpu"):
         raise ZeroDivisionError
     assert names() == before
-    with pytest.raises(AssertionError, match="CUDA"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):  # by how torch was built
         torch.zeros(1, device="cuda")
 
 

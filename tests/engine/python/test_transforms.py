@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpamp
 from mpamp.devices.registry import device_state
@@ -23,6 +24,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 X, W = torch.linspace(-1, 1, 12).reshape(3, 4), torch.linspace(0, 1, 16).reshape(4, 4)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):  # the others know no forward mode
+        return functional.scaled_dot_product_attention(q, k, v)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: functional.linear(x, W),
     "matmul": lambda x: x @ W,
@@ -37,7 +45,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda x: torch.linalg.vector_norm(x @ W),
     "gelu": lambda x: functional.gelu(x @ W),
     "cat": lambda x: torch.cat([x, x.to(BRAIN)]),
-    "attention": lambda x: functional.scaled_dot_product_attention(x[None, None], W[None], W[None])[0],
+    "attention": lambda x: attention(x[None, None], W[None], W[None])[0],
     "cross_entropy": lambda x: functional.cross_entropy(x @ W, torch.tensor(1)),
 }
 RULES: dict[str, dict[str, str]] = {
