@@ -213,7 +213,7 @@ def autocast(
         device = _device_type(None)
     if cache_enabled is None:
         cache_enabled = True
-    if ops is None and cache_enabled is True and persistent_cache is False:
+    if ops is None and cache_enabled is True and persistent_cache is False and type(enabled) is bool:
         region = _plain.get((device, dtype, enabled))
         if region is None:
             region = _plain[device, dtype, enabled] = _region_of(device, dtype, enabled, True, None, False)

@@ -282,6 +282,15 @@ def test_inner_region_runs_in_its_own_dtype(outer: torch.dtype, inner: torch.dty
     assert mm_dtype() is FULL
 
 
+def test_what_says_whether_it_is_enabled_need_be_no_bool_and_does_not_stay() -> None:
+    from mpamp.regions import region
+
+    flags = [torch.tensor(number % 2 == 0) for number in range(2_000)]
+    found = [mpamp.autocast("cpu", enabled=flag).enabled for flag in flags]  # type: ignore[arg-type]
+    assert found == [True, False] * 1_000
+    assert len(region._regions) + len(region._plain) < 1_000
+
+
 def test_disabled_region_switches_off_and_back_on() -> None:
     with mpamp.autocast("cpu"):
         with mpamp.autocast("cpu", enabled=False):
