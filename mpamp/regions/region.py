@@ -102,7 +102,7 @@ class _Spec:
         self._nested: tuple[Mark, Scope] = (NO_MARK, self.scope)
         from ..engine.compiled import spec_of  # not before: it is much to import
 
-        self.core = spec_of(self.device, self.dtype if self.enabled else None, self.scope, self.key, self.index)
+        self.core = spec_of(self.device, self.dtype if self.enabled else None, self.scope)
 
     def _dtypes_in(self) -> tuple[torch.dtype, ...]:
         """Return the dtypes to have kernels for: a region in float32 may hold torch's own regions of lower ones."""

@@ -26,19 +26,17 @@ class Entry:
     """One cast, and what must still be true of the weight for it to count."""
 
     __slots__ = (
-        *(
-            "depth",
-            "graph",
-            "is_alike",
-            "is_used",
-            "low",
-            "number",
-            "readiness",
-            "state",
-            "storage",
-            "version",
-            "_weight",
-        ),
+        "_weight",
+        "depth",
+        "graph",
+        "is_alike",
+        "is_used",
+        "low",
+        "number",
+        "readiness",
+        "state",
+        "storage",
+        "version",
     )
 
     def __init__(

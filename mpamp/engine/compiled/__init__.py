@@ -236,15 +236,13 @@ def _bare(found: Any, device: DeviceState) -> Any:
 # -- Regions -------------------------------------------------------------------------------------------
 
 
-def spec_of(device: DeviceState, dtype: torch.dtype | None, each: scope.Scope, key: Any, index: int) -> Any | None:
+def spec_of(device: DeviceState, dtype: torch.dtype | None, each: scope.Scope) -> Any | None:
     """Return what C++ enters an ordinary region by; None where there is no such engine, or it isn't ordinary.
 
     Args:
         device: The region's device.
         dtype: What lower-precision ops run in there; None where the region is disabled.
         each: Its scope.
-        key: The device's Autocast key.
-        index: Where a thread's scopes have the device's.
     """
     found = core()
     if found is None or dtype not in (*_DTYPES, None) or not _scope_in(found, each):
@@ -253,7 +251,8 @@ def spec_of(device: DeviceState, dtype: torch.dtype | None, each: scope.Scope, k
     chosen = marks.CARRIERS
     numbers = [_number(carrier) for carrier in chosen.keys]
     carriers = list(zip(numbers, chosen.keys, chosen.names, each.mark.state, strict=False))  # none of the default mark
-    return found.spec(_bare(found, device), dtype or torch.float32, each, device.type, key, index, carriers, undo)
+    place = device.type, device.key, device.index
+    return found.spec(_bare(found, device), dtype or torch.float32, each, *place, carriers, undo)
 
 
 @functools.cache
