@@ -14,6 +14,7 @@ import torch
 from ..errors import PluginConflictError
 from ..locks import LOCK, burst, turn
 from ..plugins.backend import Backend
+from ..probing import probing
 from ..rules.optable import OpTable, Row
 from .listeners import LISTENERS
 from .state import DeviceState
@@ -110,9 +111,10 @@ def _state_of(backend: Backend) -> DeviceState:
     while True:
         asked = manager().asked(backend)
         try:
-            if asked is not backend:
-                interview(asked)
-            state = DeviceState(asked, settle)
+            with probing():
+                if asked is not backend:
+                    interview(asked)
+                state = DeviceState(asked, settle)
         except Exception as error:
             own = manager().refuse(backend.device_type, error)
             if own is None:

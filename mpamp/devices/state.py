@@ -12,6 +12,7 @@ import torch
 from ..errors import OpTableError, PluginConflictError, PluginLoadError
 from ..locks import LOCK, turn
 from ..plugins.backend import Backend
+from ..probing import probing
 from ..rules.eligibility import find_overload
 from ..rules.optable import ANY_DEVICE, OpTable, Row
 from .keys import autocast_key
@@ -64,7 +65,8 @@ class DeviceState:
         for dtype in (backend.default_dtype, *backend.lower_precision_dtypes):
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"a dtype of {backend!r} is {dtype!r}, not a torch.dtype.")
-        table = backend.op_table()
+        with probing():
+            table = backend.op_table()
         if not isinstance(table, OpTable):
             raise TypeError(f"op_table() of {backend!r} is {table!r}, not a mpamp.OpTable.")
         with LOCK:
@@ -90,7 +92,8 @@ class DeviceState:
         from ..plugins.manager import manager
 
         try:
-            self.backend.prepare()
+            with probing():
+                self.backend.prepare()
         except PluginLoadError as error:
             own = manager().refuse(self.type, error)
             if own is None:

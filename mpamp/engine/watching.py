@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 
 from ..devices.registry import devices_in_use
 from ..errors import MpampError
+from ..probing import outside
 from ..rules.eligibility import find_overload, overload_name
 from .resolving import resolve
 
@@ -116,8 +117,6 @@ def watch_calls(around: Around, give_way: Callable[[], None] | None = None) -> I
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """Run torch's ops as outside of every region, mode, transform and graph, unseen by the watcher."""
-    from .python.wrapping import outside
-
     with outside(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import PluginLoadError
+from ..probing import probing
 from .backend import Backend
 
 __all__ = ["guarded", "interview"]
@@ -19,6 +20,9 @@ _LATER = ("op_table", "prepare")
 """Methods that have their own time: when the device's tables are made, and before the first kernel is."""
 _FUNCTIONS = ("capture_check", "tensor_check")
 """Methods that give functions which are called per op: asked once, before any lock is held."""
+
+_OF_TENSORS = ("read_later",)
+"""Methods that are given tensors of the caller's program."""
 
 
 def guarded(backend: Backend, told: Told) -> Backend:
@@ -72,13 +76,24 @@ class _Guarded:
             value = getattr(self.own, name)
         if not callable(value):
             return value
-        call = _named(value, self.told, f"{name}()")
+        call = _named(value if name in _OF_TENSORS else _outside(value), self.told, f"{name}()")
         self.__dict__[name] = functools.cache(call) if name in _FUNCTIONS else call
         return self.__dict__[name]
 
     def __repr__(self) -> str:
         with _Naming(self.told, "__repr__()"):
             return repr(self.own)
+
+
+def _outside(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that runs outside of the caller's program; the functions that it returns run in that."""
+
+    @functools.wraps(method, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with probing():
+            return method(*args, **kwargs)
+
+    return call
 
 
 class _Naming:

@@ -9,7 +9,7 @@ import torch
 from ...plugins.backend import Backend
 from ...plugins.hookspecs import hookimpl
 from ...rules.optable import OpTable
-from .probe import leaves_garbage
+from .probe import KERNELS, fails, leaves_garbage
 
 __all__ = ["CpuBackend", "mpamp_backends"]
 
@@ -32,11 +32,7 @@ class CpuBackend(Backend):
 
     def op_table(self) -> OpTable:
         table = OpTable.named("default", self.device_type)
-        # nn.LSTM goes to a oneDNN primitive that exists only where the processor has the dtype's units.
-        in_float32 = {
-            "mkldnn_rnn_layer": [d for d in self.lower_precision_dtypes if not _onednn_runs(d)],
-            "conv3d": [d for d in self.lower_precision_dtypes if _breaks_conv3d(d)],
-        }
+        in_float32 = {op: [d for d in self.lower_precision_dtypes if _lacks(op, d)] for op in KERNELS}
         rules = {
             op: {"default": "lower_precision_fp", **dict.fromkeys(dtypes, "fp32")}
             for op, dtypes in in_float32.items()
@@ -67,6 +63,17 @@ def _has_units(dtype: torch.dtype) -> bool:
     }.get(dtype, ())
     found = [getattr(torch.cpu, name)() for name in checks if hasattr(torch.cpu, name)]
     return dtype is torch.float32 or any(found) or (not found and _onednn_runs(dtype))
+
+
+@functools.cache
+def _lacks(op: str, dtype: torch.dtype) -> bool:
+    """Tell whether this processor has no kernel that can be trusted with an op in ``dtype``.
+
+    Without oneDNN's for a dtype, torch has kernels of its own, which run anywhere, for all of them but nn.LSTM.
+    """
+    if not _onednn_runs(dtype):
+        return op == "mkldnn_rnn_layer"
+    return fails(KERNELS[op], dtype) or (op == "conv3d" and _breaks_conv3d(dtype))
 
 
 @functools.cache

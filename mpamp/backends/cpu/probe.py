@@ -1,18 +1,21 @@
-"""Finds out, once, whether this processor's kernels leave a convolution's weight gradient partly unwritten.
+"""Finds out, once, what this processor's kernels can't do in lower precision: which fail, and which give garbage.
 
 With AVX-512 bfloat16 units, the weight gradient of a 3 x 3 x 3 convolution with padding over a depth of two was
-memory that nobody had written: inf, 1e35, or what an earlier call had left there.
+memory that nobody had written: inf, 1e35, or what an earlier call had left there. oneDNN has some primitives for some
+processors only, and one for inference may be there where the one for training isn't: the float16 LSTM with AMX.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-__all__ = ["WeightGradient", "leaves_garbage", "weight_gradient"]
+from ...probing import probing
+
+__all__ = ["KERNELS", "Steps", "WeightGradient", "fails", "leaves_garbage", "weight_gradient"]
 
 WeightGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """What gives the weight's gradient of (output's gradient, input, weight), in their dtype."""
@@ -37,19 +40,11 @@ def leaves_garbage(dtype: torch.dtype, compute: WeightGradient = weight_gradient
     """Tell whether ``compute`` in ``dtype`` leaves memory unwritten, or fails.
 
     What was there could be right by chance: so no two of its calls have the same result, freed memory of the same
-    size is full of NaN, or of a number far off, before each, and all are compared with float32's. It runs on a
-    thread of its own: no mode, autocast region or transform of the caller's reaches it. No random number is drawn.
+    size is full of NaN, or of a number far off, before each, and all are compared with float32's. No mode, autocast
+    region or transform of the caller's reaches it. No random number is drawn.
     """
-    found: list[bool] = []
-
-    def run() -> None:
-        with torch.inference_mode():
-            found.append(any(_is_wrong(dtype, channels, compute) for channels in _CHANNELS))
-
-    thread = threading.Thread(target=run, name="mpamp probe")
-    thread.start()
-    thread.join()
-    return not found or found[0]
+    with probing():
+        return any(_is_wrong(dtype, channels, compute) for channels in _CHANNELS)
 
 
 def _is_wrong(dtype: torch.dtype, channels: int, compute: WeightGradient) -> bool:
@@ -79,3 +74,63 @@ def _numbers(*shape: int) -> torch.Tensor:
     """Return numbers between -1 and 1, exact in 16 bits, of no simple pattern."""
     count = torch.Size(shape).numel()
     return ((torch.arange(count, device="cpu") * 37 % 31 - 15).to(torch.float32) / 16).reshape(shape)
+
+
+# -- Kernels that may be missing -----------------------------------------------------------------------
+
+Steps = Callable[[torch.dtype], None]
+"""Runs an op in a dtype for inference, and for training with its derivative, by torch's kernels alone."""
+
+
+def fails(steps: Iterable[Steps], dtype: torch.dtype) -> bool:
+    """Tell whether a kernel is missing: whether any of the steps raises in ``dtype``.
+
+    Example:
+        >>> any(fails(steps, torch.float32) for steps in KERNELS.values())
+        False
+    """
+    with probing():
+        try:
+            for step in steps:
+                step(dtype)
+        except RuntimeError:
+            return True
+    return False
+
+
+def _lstm(dtype: torch.dtype) -> None:
+    x, hidden = _numbers(3, 2, 4).to(dtype), _numbers(1, 2, 8).to(dtype)
+    weights = [t.to(dtype) for t in (_numbers(32, 4), _numbers(32, 8), _numbers(32), _numbers(32))]
+    layer = functools.partial(torch.ops.aten.mkldnn_rnn_layer.default, x, *weights, hidden, hidden, False, [])
+    mode, sizes = 2, (8, 1, True)  # an LSTM of 8 features and one layer, with biases
+    layer(mode, *sizes, False, False, False)
+    with torch.enable_grad():  # else torch takes no training for one
+        y, h, c, workspace = layer(mode, *sizes, False, False, True)
+    torch.ops.aten.mkldnn_rnn_layer_backward(
+        *(x, *weights, hidden, hidden, y, h, c, y, h, c), False, mode, *sizes, True, False, [], False, workspace
+    )
+
+
+def _convolution(dims: int, is_transposed: bool, dtype: torch.dtype) -> None:
+    x, weight = _numbers(1, 4, *[5] * dims).to(dtype), _numbers(4, 4, *[3] * dims).to(dtype)
+    ones, zeros = [1] * dims, [0] * dims
+    y = torch.ops.aten.convolution(x, weight, weight.flatten()[:4], ones, ones, ones, is_transposed, zeros, 1)
+    needed = [True, True, True]
+    torch.ops.aten.convolution_backward(y, x, weight, [4], ones, ones, ones, is_transposed, zeros, 1, needed)
+
+
+def _products(dtype: torch.dtype) -> None:
+    a = _numbers(8, 8).to(dtype)
+    torch.ops.aten.addmm(a[0], a, a)
+    torch.ops.aten.mm(a, a.t())
+    torch.ops.aten.baddbmm(a[None], a[None], a[None].mT)
+    torch.ops.aten.addmv(a[0], a, a[0])
+
+
+KERNELS: dict[str, tuple[Steps, ...]] = {
+    "mkldnn_rnn_layer": (_lstm,),
+    **{f"conv{n}d": (functools.partial(_convolution, n, False),) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": (functools.partial(_convolution, n, True),) for n in (1, 2, 3)},
+    "@matmul": (_products,),
+}
+"""By the rule that names them, the ops that go to oneDNN's primitives in lower precision."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...devices.registry import device_state
+from ...probing import probing
 from .cache import COMPILED, PERSISTENT_CACHE, last_drop
 from .entries import Entries, Entry, state_of
 from .streams import Readiness
@@ -129,9 +130,10 @@ def _is_free(entry: Entry, stream: int | None) -> bool:
 
 
 def _alone() -> tuple[int, int]:
-    low = torch.empty(1)
-    storage = low.untyped_storage()
-    return low._use_count(), _holders(storage._cdata)  # type: ignore[attr-defined]
+    with probing():
+        low = torch.empty(1)
+        storage = low.untyped_storage()
+        return low._use_count(), _holders(storage._cdata)  # type: ignore[attr-defined]
 
 
 _ALONE = _alone()

@@ -7,37 +7,20 @@ wrap it again, and only for the ops of a list; others, and what calls a kernel b
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 
+from ...probing import outside, probing
 from ...rules.eligibility import overload_name
 
-__all__ = ["as_tensors", "number_slots", "outside", "wrap", "wraps_by_itself"]
-
-
-def _keys(*keys: DispatchKey) -> DispatchKeySet:
-    return functools.reduce(lambda found, key: found | DispatchKeySet(key), keys[1:], DispatchKeySet(keys[0]))
-
-
-_INCLUDED = _keys(DispatchKey.BackendSelect, DispatchKey.ADInplaceOrView)
-_MODES = (DispatchKey.Python, DispatchKey.PythonTLSSnapshot)
-_AUTOCAST = [k for k in map(DispatchKey, range(64)) if torch._C._dispatch_key_name(k).startswith("Autocast")]
-_EXCLUDED = _keys(*_MODES, *_AUTOCAST)
-"""A thread's keys outside of every mode, transform and region."""
-
-
-def outside() -> torch._C._ForceDispatchKeyGuard:
-    """Return a context in which the thread is outside of every mode, transform and region."""
-    return torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
+__all__ = ["as_tensors", "number_slots", "wrap", "wraps_by_itself"]
 
 
 def _template(number: complex) -> torch.Tensor:
     # Autograd keeps the tensor that torch wrapped the number in.
-    with torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED), torch.inference_mode(False), torch.enable_grad():
+    with probing(), torch.enable_grad():
         product = torch.ones((), dtype=torch.float64, device="cpu", requires_grad=True) * number
         return product.grad_fn._saved_other  # type: ignore[union-attr, no-any-return]
 
@@ -57,7 +40,7 @@ def wrap(value: Any) -> Any:
     template = _TEMPLATES.get(_SYMBOLS.get(kind, kind))
     if template is None:
         return value
-    with torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED), torch._C.DisableTorchFunction():
+    with outside(), torch._C.DisableTorchFunction():
         # By way of data, which has a version of its own: autograd keeps what is wrapped, and minds when it changes.
         wrapped = torch.Tensor._make_subclass(torch.Tensor, template.data)
         if kind in _SYMBOLS:
@@ -86,7 +69,7 @@ def as_tensors(args: tuple[Any, ...], slots: frozenset[int]) -> tuple[Any, ...]:
         dtype = _TEMPLATES[type(args[i])].dtype
         if other is not None and (other.dim() == 0 or _category(other.dtype) < _category(dtype)):
             dtype = torch.result_type(other, args[i])
-        with torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED), torch._C.DisableTorchFunction():
+        with outside(), torch._C.DisableTorchFunction():
             found[i] = torch.scalar_tensor(args[i], dtype=dtype, device="cpu")
     return tuple(found)
 
