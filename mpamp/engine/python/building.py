@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 
 from ...devices.state import DeviceState
 from ...oplists import families
@@ -169,6 +170,8 @@ def _constants(device: DeviceState, op: OpOverload) -> dict[str, Any]:
         "_TENSOR": torch.Tensor,
         "_FLOAT32": torch.float32,
         "_FLOAT64": torch.float64,
+        "_forward_ad": forward_ad,
+        "_even": _even,
         "_CASTABLE": CASTABLE,
         "_VIEWS": _VIEWS,
         "_graph_task": graph_task,
@@ -254,6 +257,21 @@ def run_below(device: DeviceState, op: OpOverload) -> Kernel:
     """Return what runs an op as if its Autocast key had no kernel: what it is made of is autocast."""
     after, redispatch = torch._C._dispatch_keyset_full_after(device.key), op._handle.redispatch_boxed
     return lambda keys, /, *args, **kwargs: redispatch(keys & after, *args, **kwargs)
+
+
+def _even(value: Any, target: torch.dtype) -> Any:
+    """Return a tensor of ``target``'s dtype whose tangent has that dtype too; anything else as it is.
+
+    A normalization gives a lower-precision result with a tangent in float32, if its weights are. A cast's derivative
+    casts: at levels of ``torch.func``, which don't show what they hold, one is made that may be to the same dtype.
+    """
+    if not isinstance(value, torch.Tensor) or value.dtype is not target:
+        return value
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        tangent = forward_ad.unpack_dual(value).tangent
+        if tangent is None or tangent.dtype is target:
+            return value
+    return torch.ops.aten._to_copy.default(value, dtype=target)
 
 
 def _is_in_a_kernel() -> bool:

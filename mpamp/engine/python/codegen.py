@@ -53,6 +53,13 @@ class Argument:
             f"    {self.name} = _cast({self.name}, _target, _scope)",
         ]
 
+    def even(self) -> str:
+        """Return the line that gives its tangent the dtype that it has itself."""
+        if self.is_list:
+            is_there = f" if {self.name} is not None else None" if self.kind.startswith("Optional") else ""
+            return f"{self.name} = [_even(t, _target) for t in {self.name}]{is_there}"
+        return f"{self.name} = _even({self.name}, _target)"
+
     def wrap(self) -> list[str]:
         """Return the lines that make a number a tensor."""
         if not self.may_be_number:
@@ -237,7 +244,8 @@ def _short_body(torchs: CastPolicy, tensors: list[Argument], passed: str, wrappe
             lines += [f"        if {t.guard}{t.name}.dtype is _FLOAT32:"]
             lines += [f"            {t.name} = _kept({t.name}, _lower, _cache)"]
         lines += ["    " + line for line in run]
-    return ["if _policy is _TORCHS:", *("    " + line for line in lines)]
+    # torch's kernel leaves an argument with a tangent of another dtype, which products refuse.
+    return ["if _policy is _TORCHS and _forward_ad._current_level < 0:", *("    " + line for line in lines)]
 
 
 def _all(tensors: list[Argument]) -> str:
@@ -260,6 +268,7 @@ def _body(op: OpOverload, names: list[str], seen: list[Argument], tensors: list[
             f"    {target[0]}",
         ]
     casts = ["if _target is not None:", *("    " + line for t in tensors for line in t.cast())]
+    casts += ["    if _forward_ad._current_level >= 0:", *("        " + t.even() for t in tensors)]
     first = tensors[0]
     is_castable = f"{first.guard}{first.name}.dtype in _CASTABLE"
     if overload_name(op) in APPEND_DTYPE:

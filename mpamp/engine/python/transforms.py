@@ -16,7 +16,8 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 
-from ...rules.eligibility import find_overload
+from ...rules.eligibility import WRITTEN, find_overload, overload_name
+from ...rules.policy import CASTABLE
 from ..compiling import left_out_by_itself
 from .building import Kernel, build
 from .extensions import put_on_top
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ...devices.registry import DeviceState
     from ...plugins.backend import Backend
 
-__all__ = ["COMPOSED", "install", "make_anew", "withdraw", "withdraw_apart", "withdraw_idle"]
+__all__ = ["COMPOSED", "NORMALIZATIONS", "install", "make_anew", "withdraw", "withdraw_apart", "withdraw_idle"]
 
 _KEY = DispatchKey.FuncTorchDynamicLayerFrontMode
 _KEYS = DispatchKeySet(_KEY)
@@ -40,6 +41,33 @@ _libraries: dict[str, torch.library.Library] = {}
 _MADE_OF_ROWS = "inner bilinear kron cosine_similarity chain_matmul pinverse linalg_tensorsolve"
 COMPOSED = tuple(f"aten::{name}" for name in _MADE_OF_ROWS.split(" "))
 """Ops that tables need not list, and that are made of composite ops which they do list, such as tensordot."""
+_NORMALIZATIONS = (
+    "layer_norm native_layer_norm group_norm native_group_norm rms_norm _fused_rms_norm batch_norm instance_norm",
+    "native_batch_norm _batch_norm_impl_index _native_batch_norm_legit _batch_norm_with_update cudnn_batch_norm",
+)
+NORMALIZATIONS = tuple(f"aten::{name}" for names in _NORMALIZATIONS for name in names.split(" "))
+"""Ops that take parameters in float32 beside an input in lower precision, which their rules for vmap and jvp don't."""
+
+
+def _in_one_dtype(op: OpOverload, run: Kernel) -> Kernel:
+    """Return what runs a normalization of mixed dtypes in float32; its result has the input's dtype.
+
+    Its kernels compute in float32 inside, and round the result once, as this does.
+    """
+    written = [i for i, a in enumerate(op._schema.arguments) if a.name in WRITTEN]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        dtypes = {t.dtype for t in tensors}
+        is_lost = any(i < len(args) and args[i] is not None and args[i].dtype is not torch.float32 for i in written)
+        if len(dtypes) < 2 or not dtypes <= CASTABLE or is_lost:
+            return run(*args, **kwargs)
+        result = run(*(a.to(torch.float32) if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
+        if isinstance(result, torch.Tensor):
+            return result.to(tensors[0].dtype)
+        return (result[0].to(tensors[0].dtype), *result[1:])
+
+    return call
 
 
 class _Entrance:
@@ -87,11 +115,15 @@ class _Entrance:
 
     def _build(self, device: DeviceState) -> Kernel:
         run = self.take_apart if self.is_composed() else self.run_below
+        call: Kernel = functools.partial(self.run_below, _KEYS)
+        if overload_name(self.op) in NORMALIZATIONS:
+            call = _in_one_dtype(self.op, call)
 
-        def absent(scope: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return run(*args, **kwargs)
+        def absent(scope: Any, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if overload_name(self.op) in NORMALIZATIONS:
+                return _in_one_dtype(self.op, functools.partial(run, keys))(*args, **kwargs)
+            return run(keys, *args, **kwargs)
 
-        call = functools.partial(self.run_below, _KEYS)
         return build(device, self.op, outside=self.run_below, absent=absent, call=call)
 
 

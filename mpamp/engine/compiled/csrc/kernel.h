@@ -219,7 +219,7 @@ class Kernel final : public c10::OperatorKernel {
       auto& value = stack[first + index];
       if (value.isTensor()) {
         const auto& tensor = value.toTensor();
-        if (tensor.defined() && tensor.scalar_type() != target) value = one(tensor, call, facts_.keeps);
+        if (tensor.defined()) value = one(tensor, call, facts_.keeps);
       } else if (value.isTensorList()) {
         auto list = value.toTensorVector();
         bool keeps = facts_.keeps && list.size() > 1; // a product of one tensor may be a view of it
@@ -244,11 +244,19 @@ class Kernel final : public c10::OperatorKernel {
 
   Tensor one(const Tensor& t, Call& call, bool keeps) const {
     auto target = call.target;
-    if (t.scalar_type() == target || !is_castable(t.scalar_type()) || !is_here(t)) return t;
+    if (t.scalar_type() == target) return even(t);
+    if (!is_castable(t.scalar_type()) || !is_here(t)) return t;
     if (keeps && call.scope.keep != kNothing && target != at::kFloat && is_plain(t)) {
       if (auto found = kept(t, call)) return *found;
     }
     return t.to(target);
+  }
+
+  // A tensor whose tangent has its dtype: as mpamp.engine.python.building._even, outside of torch.func's levels.
+  static Tensor even(const Tensor& t) {
+    if (!torch::autograd::impl::get_autograd_meta(t)) return t;
+    const auto& tangent = t._fw_grad(0);
+    return tangent.defined() && tangent.scalar_type() != t.scalar_type() ? at::_to_copy(t, at::TensorOptions(t.scalar_type())) : t;
   }
 
   std::optional<Tensor> kept(const Tensor& t, Call& call) const {
