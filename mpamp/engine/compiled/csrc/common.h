@@ -13,6 +13,7 @@
 #include <bitset>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace mpamp {
@@ -121,5 +122,30 @@ struct Held {
   }
   PyObject* const object;
 };
+
+// -- What Python holds of ours, and gives back ---------------------------------------------------------
+// Capsules with a name each, not types: the registry where pybind11 looks types up is of torch's pybind11, whose ABI
+// changes between versions of torch.
+
+template <class T>
+py::capsule in_capsule(T* value, const char* name) {
+  return py::capsule(value, name, [](PyObject* capsule) {
+    delete static_cast<T*>(PyCapsule_GetPointer(capsule, PyCapsule_GetName(capsule)));
+  });
+}
+
+template <class T>
+T& from_capsule(py::handle capsule, const char* name) {
+  auto* found = static_cast<T*>(PyCapsule_GetPointer(capsule.ptr(), name));
+  if (!found) throw py::error_already_set();
+  return *found;
+}
+
+// An object that was to be made; what went wrong if it wasn't.
+inline py::object made(py::object object, const char* what) {
+  if (object) return object;
+  if (PyErr_Occurred()) throw py::error_already_set();
+  throw py::type_error(std::string("mpamp: Python has no object for ") + what);
+}
 
 } // namespace mpamp

@@ -27,7 +27,7 @@ using torch::jit::Stack;
 struct Settings {
   std::array<std::atomic<int>, 3> carriers{-1, -1, -1};
   std::atomic<int64_t> choice{0}; // goes up with each choice of them
-  py::handle ask, mirror;
+  py::handle ask, mirror, key_set; // the last makes a DispatchKeySet of its bits
   std::atomic<bool> is_observed{false}; // somebody wants to see every call: Python's kernels run
   std::unordered_map<int64_t, py::object> dtypes, layouts, formats;
 
@@ -296,11 +296,15 @@ class Kernel final : public c10::OperatorKernel {
     if (auto optional = kind->cast<c10::OptionalType>()) kind = optional->getElementType();
     if (value.isInt()) {
       auto& known = settings();
-      if (kind->kind() == c10::TypeKind::ScalarTypeType) return known.dtypes.at(value.toInt());
-      if (kind->kind() == c10::TypeKind::LayoutType) return known.layouts.at(value.toInt());
-      if (kind->kind() == c10::TypeKind::MemoryFormatType) return known.formats.at(value.toInt());
+      auto find = [&](auto& objects) {
+        auto it = objects.find(value.toInt());
+        return made(it == objects.end() ? py::object() : it->second, argument.name().c_str());
+      };
+      if (kind->kind() == c10::TypeKind::ScalarTypeType) return find(known.dtypes);
+      if (kind->kind() == c10::TypeKind::LayoutType) return find(known.layouts);
+      if (kind->kind() == c10::TypeKind::MemoryFormatType) return find(known.formats);
     }
-    return torch::jit::toPyObject(std::move(value));
+    return made(torch::jit::toPyObject(std::move(value)), argument.name().c_str());
   }
 
   void run_python(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
@@ -310,7 +314,7 @@ class Kernel final : public c10::OperatorKernel {
     auto values = torch::jit::pop(*stack, arguments.size());
     py::list positional;
     py::dict by_keyword;
-    positional.append(py::cast(keys));
+    positional.append(settings().key_set(keys.raw_repr()));
     size_t last = arguments.size();
     for (; last > 0; --last) { // defaults are left out, as torch does
       auto& argument = arguments[last - 1];
