@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from ..errors import OpTableError, nearest
-from ..rules.eligibility import find_overload
+from ..rules.eligibility import find_overload, full_name
 from ..rules.optable import ANY_DEVICE, OpTable, Row
 from ..rules.policy import CastPolicy
 from ..rules.rows import FAMILY_SIGN, parse_dtype
@@ -32,7 +32,7 @@ def _data(file: str) -> dict[str, Any]:
 
 
 def families() -> dict[str, list[str]]:
-    """Return every family of ops by name, each an ordered list of aten overloads.
+    """Return every family of ops by name, each an ordered list of overloads, those of aten without the namespace.
 
     Example:
         >>> "fft_rfft2" in families()["fft"]
@@ -157,7 +157,7 @@ def _expand(names: Iterable[str]) -> list[str]:
     found: list[str] = []
     for name in names:
         found += _families()[name[1:]] if name.startswith(FAMILY_SIGN) else [name]
-    return [f"aten::{op}" for op in found]
+    return [full_name(op) for op in found]
 
 
 LISTS.families, LISTS.refused, LISTS.table = families, refused, load_table

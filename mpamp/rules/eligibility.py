@@ -9,7 +9,17 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from ..errors import UnknownOpError, nearest
 
-__all__ = ["find_overload", "is_in_place", "is_out_of_place", "overload_name", "resolve"]
+__all__ = ["find_overload", "full_name", "is_in_place", "is_out_of_place", "overload_name", "resolve"]
+
+
+def full_name(name: str) -> str:
+    """Return an op's name with its namespace, which is aten unless it has one.
+
+    Example:
+        >>> full_name("softmax.int"), full_name("quantized::linear_dynamic")
+        ('aten::softmax.int', 'quantized::linear_dynamic')
+    """
+    return name if "::" in name else f"aten::{name}"
 
 
 def overload_name(op: OpOverload) -> str:
@@ -37,6 +47,8 @@ HELD = {"max", "max_val", "min", "min_val", "threshold", "value"}
 """Numbers that a result may hold, by their argument's name: ``promote`` takes one that 16 bits can't for float32's."""
 NEED_ONE_DTYPE = {"aten::_safe_softmax"}
 """Ops with a dtype argument whose derivative raises where it isn't the input's: that is cast as well."""
+DTYPE_OF_WEIGHTS = {"aten::quantized_gru", "aten::quantized_lstm"}
+"""Ops whose dtype argument says what their weights are stored in, not what a call computes in."""
 PARAMETERS = {"weight", "bias", *WRITTEN}
 """What such a layer wants in one dtype, its input's or float32."""
 
@@ -102,7 +114,7 @@ def resolve(name: str) -> list[str]:
         >>> resolve("pow")
         ['aten::pow.Scalar', 'aten::pow.Tensor_Scalar', 'aten::pow.Tensor_Tensor']
     """
-    full = name if "::" in name else f"aten::{name}"
+    full = full_name(name)
     namespace, _, rest = full.partition("::")
     op, dot, overload = rest.partition(".")
     packet = _packet(namespace, op)

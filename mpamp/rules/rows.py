@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import OpTableError, UnknownOpError, UnknownPolicyError, nearest
-from .eligibility import find_overload, is_in_place, resolve
+from .eligibility import find_overload, full_name, is_in_place, resolve
 from .policy import CASTABLE, CastPolicy
 from .shipped import LISTS
 
@@ -144,7 +144,7 @@ def _family(name: str) -> list[str]:
     known = LISTS.families()
     if name[1:] not in known:
         raise UnknownOpError(f"unknown family {shown(name)}{nearest(name, [FAMILY_SIGN + n for n in known])}")
-    return [overload for op in known[name[1:]] if find_overload(overload := f"aten::{op}") is not None]
+    return [overload for op in known[name[1:]] if find_overload(overload := full_name(op)) is not None]
 
 
 def _parse_row(op: str, spec: Any, source: str) -> Row:

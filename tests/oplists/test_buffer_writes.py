@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 import mpamp
 from mpamp import OpTable, OpTableError, UnknownOpError
 from mpamp.oplists import families
-from mpamp.rules.eligibility import find_overload, is_in_place
+from mpamp.rules.eligibility import find_overload, full_name, is_in_place
 from tests.parity.observe import FAKE, PLACES, device_of, is_here, tensors_at
 
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
@@ -161,7 +161,7 @@ def test_a_family_is_a_rule_in_every_place_where_rules_are() -> None:
 
 @pytest.mark.parametrize("family", families())
 def test_every_family_can_be_named(family: str) -> None:
-    found = {f"aten::{op}" for op in families()[family] if find_overload(f"aten::{op}") is not None}
+    found = {full_name(op) for op in families()[family] if find_overload(full_name(op)) is not None}
     assert set(OpTable({f"@{family}": "fallthrough"})) == found
 
 

@@ -23,7 +23,7 @@ from ...devices.state import DeviceState
 from ...errors import EngineError, MpampWarning
 from ...oplists import widening_ops
 from ...plugins.backend import Backend
-from ...rules.eligibility import HELD, NEED_ONE_DTYPE, WRITTEN, is_in_place, overload_name
+from ...rules.eligibility import DTYPE_OF_WEIGHTS, HELD, NEED_ONE_DTYPE, WRITTEN, is_in_place, overload_name
 from ...rules.eligibility import OBSERVERS as RANGES
 from ...rules.optable import OpTable
 from ...rules.policy import CASTABLE, RAISING, CastPolicy
@@ -231,7 +231,7 @@ def _is_special(op: OpOverload) -> bool:
     return (
         op.namespace != "aten"
         or is_in_place(op)
-        or op._schema.name in RANGES
+        or op._schema.name in RANGES | DTYPE_OF_WEIGHTS
         or name in NEED_ONE_DTYPE
         or name in APPEND_DTYPE
         or any(a.name in WRITTEN and a.alias_info is None for a in op._schema.arguments)

@@ -15,7 +15,16 @@ from typing import Any
 from torch._ops import OpOverload
 
 from ...oplists import widening_ops
-from ...rules.eligibility import HELD, NEED_ONE_DTYPE, OBSERVERS, PARAMETERS, WRITTEN, is_in_place, overload_name
+from ...rules.eligibility import (
+    DTYPE_OF_WEIGHTS,
+    HELD,
+    NEED_ONE_DTYPE,
+    OBSERVERS,
+    PARAMETERS,
+    WRITTEN,
+    is_in_place,
+    overload_name,
+)
 from ...rules.policy import CastPolicy
 from ...rules.rows import APPEND_DTYPE
 from .wrapping import number_slots, wraps_by_itself
@@ -274,6 +283,7 @@ def _body(op: OpOverload, names: list[str], seen: list[Argument], tensors: list[
     if overload_name(op) in APPEND_DTYPE:
         casts += [f"if _policy is _APPEND and {is_castable}:", f"    return _call_append({passed}, dtype=_FLOAT32)"]
     own = next((n for n, a in zip(names, op._schema.arguments, strict=True) if _is_dtype(a)), None)
+    own = None if op._schema.name in DTYPE_OF_WEIGHTS else own
     if own is not None:
         # A call that says what it computes in is left to it; a quantized dtype says something else.
         target += [f"if {own} is not None and ({own}.is_floating_point or {own}.is_complex):", "    _target = None"]
