@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["outside", "probing"]
 
@@ -45,7 +46,9 @@ def probing() -> Iterator[None]:
         tensor([1., 1.])
     """
     traced = torch._C._get_tracing_state()
-    with outside(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    # The guard is the outermost: it puts back the keys that the others change.
+    with outside(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad(), modes:
         if traced is not None:
             torch._C._set_tracing_state(None)
         try:

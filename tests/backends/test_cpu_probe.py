@@ -10,11 +10,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpamp
+from mpamp import OpTable
 from mpamp.backends import cpu
 from mpamp.backends.cpu import CpuBackend
-from mpamp.backends.cpu.probe import leaves_garbage, weight_gradient
+from mpamp.backends.cpu.probe import KERNELS, fails, leaves_garbage, weight_gradient
 from mpamp.cli.app import app
 
 BRAIN, HALF = torch.bfloat16, torch.float16
@@ -162,3 +164,80 @@ def test_the_probe_runs_on_this_processor() -> None:
     for dtype in (BRAIN, HALF):
         is_broken = cpu._has_units(dtype) and leaves_garbage(dtype)
         assert (str(mpamp.get_op_table("cpu").policy("conv3d", dtype)) == "fp32") is is_broken
+
+
+# -- Kernels that are missing --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A processor that oneDNN says it serves in both dtypes; what its kernels do is put into the result, by rule."""
+    steps: dict[str, Any] = dict.fromkeys(KERNELS, (lambda dtype: None,))
+    mpamp.get_op_table("cpu")  # this process's, from what its processor really does
+    monkeypatch.setattr(cpu, "_onednn_runs", lambda dtype: True)
+    monkeypatch.setattr(cpu, "KERNELS", steps)
+    cpu._fails.cache_clear()
+    yield steps
+    cpu._fails.cache_clear()
+
+
+def _raise_in(wanted: torch.dtype, *, in_training: bool = False) -> Any:
+    def run(dtype: torch.dtype) -> None:
+        if dtype is wanted and torch.is_grad_enabled() is in_training:
+            raise RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive")
+
+    def step(dtype: torch.dtype) -> None:
+        run(dtype)
+        with torch.enable_grad():
+            run(dtype)
+
+    return step
+
+
+@pytest.mark.parametrize("in_training", [False, True])
+def test_a_missing_lstm_runs_in_float32(lacking: dict[str, Any], in_training: bool) -> None:
+    """In training and inference both, though one of them alone may be missing: one op has one row."""
+    lacking["mkldnn_rnn_layer"] = (_raise_in(HALF, in_training=in_training),)
+    table = CpuBackend().op_table()
+    found = [str(table.policy("mkldnn_rnn_layer", dtype)) for dtype in (HALF, BRAIN)]
+    assert found == ["fp32", "lower_precision_fp"]
+    assert table["mkldnn_rnn_layer"].source == "this processor"
+    layer, x = torch.nn.LSTM(4, 4), torch.ones(3, 2, 4, requires_grad=True)
+    with mpamp.autocast("cpu", HALF, ops=table):
+        y = layer(x)[0]
+    assert y.dtype is torch.float32
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("rule", [name for name in KERNELS if name != "mkldnn_rnn_layer"])
+def test_every_other_missing_kernel_too(lacking: dict[str, Any], rule: str) -> None:
+    lacking[rule] = (_raise_in(BRAIN),)
+    table = CpuBackend().op_table()
+    for op in OpTable({rule: "fp32"}):
+        assert [str(table.policy(op, dtype)) for dtype in (BRAIN, HALF)] == ["fp32", "lower_precision_fp"], op
+
+
+def test_a_processor_that_lacks_nothing(lacking: dict[str, Any]) -> None:
+    assert CpuBackend().op_table() == OpTable.named("default", "cpu")
+
+
+@pytest.mark.parametrize("rule", KERNELS)
+def test_the_steps_run_what_they_name(rule: str) -> None:
+    """In float32, which every processor has; one that raises is one that fails."""
+    assert fails(KERNELS[rule], torch.float32) is False
+    assert fails((*KERNELS[rule], _raise_in(HALF)), HALF) is True
+
+
+def test_both_directions_of_an_lstm_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "mkldnn_rnn" in str(func):
+                seen.append(f"{func._schema.name} {args[-1] is True and torch.is_grad_enabled()}")
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        KERNELS["mkldnn_rnn_layer"][0](torch.float32)
+    name = "aten::mkldnn_rnn_layer"
+    assert seen == [f"{name} False", f"{name} True", f"{name}_backward False"]

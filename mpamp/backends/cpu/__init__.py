@@ -65,15 +65,19 @@ def _has_units(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or any(found) or (not found and _onednn_runs(dtype))
 
 
-@functools.cache
 def _lacks(op: str, dtype: torch.dtype) -> bool:
     """Tell whether this processor has no kernel that can be trusted with an op in ``dtype``.
 
     Without oneDNN's for a dtype, torch has kernels of its own, which run anywhere, for all of them but nn.LSTM.
     """
-    if not _onednn_runs(dtype):
-        return op == "mkldnn_rnn_layer"
-    return fails(KERNELS[op], dtype) or (op == "conv3d" and _breaks_conv3d(dtype))
+    if op == "conv3d" and _breaks_conv3d(dtype):
+        return True
+    return _fails(op, dtype) if _onednn_runs(dtype) else op == "mkldnn_rnn_layer"
+
+
+@functools.cache
+def _fails(op: str, dtype: torch.dtype) -> bool:
+    return fails(KERNELS[op], dtype)
 
 
 @functools.cache
