@@ -92,10 +92,12 @@ class Kernel final : public c10::OperatorKernel {
       if (arguments[i].name() == "dtype" && kind->kind() == c10::TypeKind::ScalarTypeType) dtype_ = static_cast<int>(i);
       if (std::find(facts_.held.begin(), facts_.held.end(), arguments[i].name()) != facts_.held.end()) held_.push_back(i);
     }
+    // An op that is only let through has no kernel that could be called.
+    const bool has_native = op.hasKernelForDispatchKey(device.key) && !op.isKernelFallthroughKernel(device.key);
 #ifdef MPAMP_HAS_COMPUTED_KERNEL
-    if (op.hasKernelForDispatchKey(device.key)) native_.emplace(op.getComputedKernelForDispatchKey(device.key));
+    if (has_native) native_.emplace(op.getComputedKernelForDispatchKey(device.key));
 #else
-    has_unknown_native_ = op.hasKernelForDispatchKey(device.key);
+    has_unknown_native_ = has_native;
 #endif
   }
 
