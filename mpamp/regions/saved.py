@@ -64,7 +64,7 @@ class DeviceAutocast:
         if is_dynamo_compiling() or (not self.enabled and is_compiling()):
             return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled)
         if not self.enabled:
-            return _off(self.device_type)
+            return _off(self.device_type, self.dtype)
         return _plain(self.device_type, self.dtype) if self.scope is None else Restoring(self._changes, False)
 
     def own_table(self) -> OpTable | None:
@@ -106,13 +106,15 @@ def run_without(device_types: tuple[str, ...], function: Callable[..., Any], arg
 
 
 @contextlib.contextmanager
-def _off(device_type: str) -> Iterator[None]:
+def _off(device_type: str, dtype: torch.dtype | None = None) -> Iterator[None]:
     # A disabled torch.autocast would warn about dtypes that it doesn't use, and drop torch's kept casts.
-    was_enabled = torch.is_autocast_enabled(device_type)
+    was_enabled, was_dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.set_autocast_enabled(device_type, False)
+    set_dtype(device_type, was_dtype if dtype is None else dtype)
     try:
         yield
     finally:
+        set_dtype(device_type, was_dtype)
         torch.set_autocast_enabled(device_type, was_enabled)
 
 
