@@ -30,7 +30,7 @@ Model = torch.nn.Module
 
 
 class _Op(NamedTuple):
-    """The innermost op that raised, and the dtypes that it was called with."""
+    """An op that raised, and the dtypes that it was called with."""
 
     name: str
     dtypes: tuple[str, ...]
@@ -52,8 +52,9 @@ def explain_error(error: Exception, model: Model, run: Callable[[], object], dev
         return
     if _runs(run, contextlib.nullcontext()):
         return  # a warning made an error, say: it isn't raised again
-    module, op = _module_of(error.__traceback__, model), _op_of(run, error)
-    rules = _first_that_runs(run, model, module, op, kinds)
+    module, ops = _module_of(error.__traceback__, model), _ops_of(run)
+    rules = _first_that_runs(run, model, module, ops, kinds)
+    op = ops[0] if rules is None and ops else None if rules is None else rules.op
     _add_note(error, _text(model, module, op, rules, kinds))
 
 
@@ -84,36 +85,35 @@ def _module_of(trace: TracebackType | None, model: Model) -> str | None:
     return found
 
 
-def _op_of(run: Callable[[], object], error: Exception) -> _Op | None:
-    """Run the model again; return the op that raises the same."""
-    raised: list[_Op] = []
+def _ops_of(run: Callable[[], object]) -> list[_Op]:
+    """Run the model again; return the ops that its error went through, the outermost first."""
+    raised: list[tuple[Exception, _Op]] = []
 
     def around(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], run_op: Run) -> Any:
-        depth = len(raised)
         try:
             return run_op()
-        except Exception:
-            if len(raised) == depth:  # none inside of it did
-                dtypes = dict.fromkeys(name_of(tensor.dtype) for _, tensor in floats_in([args, kwargs]))
-                raised.append(_Op(overload_name(op), tuple(dtypes)))
+        except Exception as error:
+            dtypes = dict.fromkeys(name_of(tensor.dtype) for _, tensor in floats_in([args, kwargs]))
+            raised.append((error, _Op(overload_name(op), tuple(dtypes))))
             raise
 
     try:
         with watch_calls(around):
             run()
-    except Exception as again:
-        is_same = type(again) is type(error) and bool(raised)  # else somebody watches already, or it isn't an op's
-        return raised[-1] if is_same else None
-    return None
+    except Exception as last:  # raised by nobody that is known, where others watch or it isn't an op's
+        last_calls = [op for error, op in raised if error is last or str(error) == str(last)]
+        return list(reversed(last_calls))
+    return []
 
 
 # -- Rules ---------------------------------------------------------------------------------------------
 
 
 class _Rules(NamedTuple):
-    """Rules of ops for the region, or of one module."""
+    """Rules of ops for the region, and the op that they are for; or of one module."""
 
     ops: dict[str, str]
+    op: _Op | None
     module: dict[str, Any] | None = None
 
     def holding(self, model: Model, kinds: list[str]) -> contextlib.AbstractContextManager[object]:
@@ -123,9 +123,9 @@ class _Rules(NamedTuple):
 
 
 def _first_that_runs(
-    run: Callable[[], object], model: Model, module: str | None, op: _Op | None, kinds: list[str]
+    run: Callable[[], object], model: Model, module: str | None, ops: list[_Op], kinds: list[str]
 ) -> _Rules | None:
-    for rules in _candidates(module, op):
+    for rules in _candidates(module, ops):
         try:
             holding = rules.holding(model, kinds)
         except MpampError:  # no rule may say so of this op
@@ -135,15 +135,14 @@ def _first_that_runs(
     return None
 
 
-def _candidates(module: str | None, op: _Op | None) -> Iterator[_Rules]:
+def _candidates(module: str | None, ops: list[_Op]) -> Iterator[_Rules]:
     """Yield what may help: what says most of what is wrong first, and what changes most last."""
-    if op is not None:
-        name = short_name(op.name)
-        if op.name in OpTable({_WRITES: "promote"}):
-            yield _Rules({_WRITES: "promote"})
-        yield from (_Rules({name: policy}) for policy in _POLICIES)
+    writes = OpTable({_WRITES: "promote"})
+    yield from (_Rules({_WRITES: "promote"}, op) for op in ops if op.name in writes)
+    yield from (_Rules({short_name(op.name): policy}, op) for op in ops for policy in _POLICIES)
     if module is not None:
-        yield from (_Rules({}, {module: rule}) for rule in ("fp32", False))
+        first = ops[0] if ops else None
+        yield from (_Rules({}, first, {module: rule}) for rule in ("fp32", False))
 
 
 def _runs(run: Callable[[], object], context: contextlib.AbstractContextManager[object]) -> bool:
