@@ -253,4 +253,4 @@ def test_what_the_page_of_reports_prints_is_what_it_prints(
     (shown,) = re.findall(r"^```text\n(.+?)^```$", _page("report.md"), flags=re.M | re.S)
     exec(compile(code, "report.md", "exec"), {"__name__": "docs"})
     assert capsys.readouterr().out == shown
-    assert "linear in 2 overflows" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "The first 4 steps were lost in finding a scale" in (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -21,11 +21,12 @@ from .overflow_measures import Identities, Measures, floats_in, plain_of
 __all__ = ["Given", "Loss", "LostGradients"]
 
 _LEAST = torch.finfo(torch.float32).smallest_normal
-_NO_FORM = (RuntimeError, NotImplementedError, TypeError, ValueError)
-"""What an op raises that can't run in float32."""
+_NO_FORM = Exception
+"""What an op raises that can't run in float32: anything, and none of it is the script's."""
 _ROUNDING = 2 * torch.finfo(torch.float16).eps
 _SUMS = frozenset({"sum", "mm", "addmm", "bmm", "baddbmm", "convolution_backward"})
 """Ops whose results may be all rounding: a bias before a norm, or of an attention's keys, has no gradient."""
+_COPIES = frozenset({"_to_copy", "clone", "copy_"})
 Labeled = Sequence[tuple[str, Tensor]]
 
 
@@ -55,6 +56,8 @@ class LostGradients:
         self._identities, self._measures = identities, measures
         self._beside: dict[int, Tensor] = {}
         """By a storage: float32 values for each element of it."""
+        self._noise: dict[int, Tensor] = {}
+        """By a storage of a sum's result: the norm of what rounding in a lower dtype may make of it."""
         self.whole: dict[str, Tensor] | None = {} if keeps_whole else None
         """Gradients as they would be, where they are to be kept."""
 
@@ -85,8 +88,12 @@ class LostGradients:
         except _NO_FORM:
             return self._in_lower(op, given, made)
         results = [(t, plain[label], label) for label, t in made if label in plain and t.numel()]
-        pairs = [(t, p, _above(whole[label], p, noise.get(label))) for t, p, label in results if p.shape == t.shape]
-        return self._add([(t, _own(p, t), through) for t, p, through in pairs])
+        results = [(t, p, label) for t, p, label in results if p.shape == t.shape]
+        loss = self._add([(t, _own(p, t), whole[label] - p) for t, p, label in results])
+        carried = self._noise_of(op, given)
+        for tensor, _, label in results:
+            self._note_noise(tensor, noise.get(label, carried))
+        return loss
 
     def _in_lower(self, op: OpOverload, given: Given, made: Labeled) -> Loss | None:
         """Run a call that has no float32 form with what its one gradient would be, scaled so that nothing is lost."""
@@ -114,6 +121,22 @@ class LostGradients:
         norms.append(_norm([t.float() + own + through for t, own, through in found]))
         return Loss(self._measures.add(*norms))
 
+    # -- Rounding ----------------------------------------------------------------------------------
+
+    def _noise_of(self, op: OpOverload, given: Given) -> Tensor | None:
+        """Return the noise in what a call only copies."""
+        if _name_of(op) not in _COPIES:
+            return None
+        found = (self._identities.storage(t) for _, t in floats_in([given.args, given.kwargs]))
+        return next((self._noise[storage] for storage in found if storage in self._noise), None)
+
+    def _note_noise(self, tensor: Tensor, noise: Tensor | None) -> None:
+        storage = self._identities.storage(tensor)
+        if storage is not None and noise is not None:
+            self._noise[storage] = noise
+        elif storage is not None:
+            self._noise.pop(storage, None)
+
     # -- Tensors -----------------------------------------------------------------------------------
 
     def _lack(self, tensor: Any) -> Tensor | None:
@@ -129,6 +152,7 @@ class LostGradients:
     def _put(self, tensor: Tensor, lack: Tensor) -> None:
         for gone in [storage for storage in self._beside if self._identities.is_gone(storage)]:
             del self._beside[gone]
+            self._noise.pop(gone, None)
         storage = self._identities.storage(tensor)
         if storage is None:
             return
@@ -141,15 +165,22 @@ class LostGradients:
             there.copy_(lack)
 
     def gradient(self, name: str, grad: Tensor) -> int | None:
-        """Take a parameter's gradient; return the place of two norms: of what it lacks, and of it as it would be."""
-        lack = self._lack(grad)
+        """Take a parameter's gradient; return the place of two norms: of what it lacks, and of it as it would be.
+
+        The latter is infinite where the gradient is nothing but rounding, as a bias's before a norm.
+        """
+        lack = self._lack(grad) if grad.numel() else None
         if self.whole is not None:
             self.whole[name] = grad.float().clone() if lack is None else grad.float() + lack
-        if lack is None:
+        storage = self._identities.storage(grad)
+        if lack is None or storage is None:
             return None
-        place = self._measures.add(_norm([lack]), _norm([grad.float() + lack]))
+        whole, noise = _norm([grad.float() + lack]), self._noise.get(storage)
+        place = self._measures.add(
+            _norm([lack]), whole if noise is None else torch.where(whole > noise, whole, torch.inf)
+        )
         if lack.numel() == lack.untyped_storage().nbytes() // 4:
-            self._beside.pop(self._identities.storage(grad) or 0, None)  # autograd may keep it: it's a parameter's size
+            del self._beside[storage]  # autograd may keep the gradient: this is of a parameter's size
         return place
 
 
@@ -187,7 +218,7 @@ def _run_again(op: OpOverload, given: Given, lacking: dict[int, Tensor]) -> dict
 
 
 def _noise(op: OpOverload, given: Given) -> dict[str, Tensor]:
-    """Return what rounding in a lower dtype may make of each result of a sum of products, by the result's label."""
+    """Return the norm of what rounding in a lower dtype may make of each result of a sum of products, by its label."""
     tensors = [t for _, t in floats_in([given.args, given.kwargs]) if id(t) in given.lacking]
     wholes = [t.float() + given.lacking[id(t)] for t in tensors]
     most = torch.stack([t.abs().amax() for t in wholes]).amax().clamp(min=_LEAST)
@@ -199,12 +230,7 @@ def _noise(op: OpOverload, given: Given) -> dict[str, Tensor]:
         return torch.float32 if isinstance(value, torch.dtype) else value
 
     result = op(*map(squared, given.args), **{name: squared(value) for name, value in given.kwargs.items()})
-    return {label: _ROUNDING * most * tensor.float().sqrt() for label, tensor in floats_in(result)}
-
-
-def _above(whole: Tensor, plain: Tensor, noise: Tensor | None) -> Tensor:
-    """Return what a result lacks for its arguments' sake: nothing where all of it is no more than rounding makes."""
-    return whole - plain if noise is None else torch.where(whole.abs() > noise, whole - plain, 0)
+    return {label: _ROUNDING * most * tensor.float().sum().sqrt() for label, tensor in floats_in(result)}
 
 
 def _widened(value: Any, lacking: dict[int, Tensor], copies: bool) -> Any:
@@ -232,7 +258,12 @@ def _can_underflow(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _sums(op: OpOverload) -> bool:
-    return op.namespace == "aten" and op._schema.name.removeprefix("aten::") in _SUMS
+    return _name_of(op) in _SUMS
+
+
+@functools.cache
+def _name_of(op: OpOverload) -> str:
+    return op._schema.name.removeprefix("aten::")
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from .overflow_causes import StepValues
 from .overflow_measures import floats_in, plain_of
 from .overflow_report import StepReport
 from .scale_search import Backward, with_scales
+from .surrounding import is_in_region
 
 __all__ = ["OverflowFinder", "find_overflow"]
 
@@ -226,7 +227,7 @@ def find_overflow(
         (t.device.type for t in (*model.parameters(), *_tensors(inputs, kwargs))), torch.get_default_device().type
     )
     if region is None:
-        region = autocast(device, enabled=True) if not torch.is_autocast_enabled(device) else None
+        region = None if is_in_region() else autocast(device)
     params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     finder._recorder.keeps_whole = True
     with finder:

@@ -72,6 +72,15 @@ class Recorder:
             self.history.append((call.op, place, phase, len(made), call.ns))
             self.faults.look(call, tensors, rule, place, module)
 
+    def add_as_called(self, op: str, given: list[torch.Tensor], made: list[torch.Tensor], ns: int) -> None:
+        """Take down a call that ran without autocast; its region is said to be of the dtype that it was called in."""
+        with torch._C.DisableTorchFunctionSubclass(), self._lock:
+            dtypes = tuple([t.dtype for t in given]), tuple([t.dtype for t in made])
+            key = (op, self.places.here()[0], "forward", given[0].device.type, given[0].dtype, None, "", *dtypes)
+            tally = self._tallies.setdefault(key, _Tally())
+            tally.calls += 1
+            tally.ns += ns
+
     def _compiled_here(self) -> tuple[str, None]:
         place = compiled_place()
         if not place and _is_exported():  # by running the module itself: no graph is there yet that names it

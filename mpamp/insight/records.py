@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -74,6 +74,8 @@ class Finding:
     cast_bytes: int
     is_shipped: bool = False
     """Whether it follows from a rule of a table that ships with mpamp, which has its reasons."""
+    module_rules: dict[str, Any] = field(default_factory=dict)
+    """What to give ``mpamp.module_rules`` instead of ``ops``, where other modules use the op as they should."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text} {self.advice}"

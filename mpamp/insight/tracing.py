@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,14 +16,17 @@ import torch
 
 from ..devices.registry import devices_in_use
 from ..engine import Observation, observe
-from ..engine.scope import THREAD
-from ..regions.region import autocast
+from .as_called import listed_as_called
 from .difference import TraceDiff, diff
+from .dtype_errors import explain_error
+from .overflow_measures import floats_in
 from .page import page, table_of
 from .picture import draw
 from .recording import Recorder
 from .records import Finding, OpUse, Summary, use_to_dict
+from .surrounding import entered, is_in_region, lowered
 from .text import as_rich, as_text
+from .trying import forget_casts, tried
 
 __all__ = ["TORCH_REGIONS", "Trace", "explain"]
 
@@ -43,8 +47,11 @@ class Trace:
         self._recorder = Recorder(history)
         self._observation: Observation | None = None
         self._compiled: dict[str, None] = {}
+        self._tried: tuple[Finding, ...] | None = None
+        """The findings, once their rules were tried."""
 
     def __enter__(self) -> Trace:
+        self._tried = None
         if self._observation is not None:
             raise RuntimeError("this trace is open: one that is opened twice would count calls twice.")
         self._observation = observe(self._recorder)
@@ -67,6 +74,8 @@ class Trace:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What is worth a change: what rules and code of one's own do, by the bytes that it casts."""
+        if self._tried is not None:
+            return self._tried
         return tuple(finding for finding in self._recorder.faults.findings() if not finding.is_shipped)
 
     @property
@@ -189,16 +198,41 @@ def explain(model: torch.nn.Module, *inputs: Any, **kwargs: Any) -> Trace:
     seen._compiled.update(
         dict.fromkeys(name or type(model).__name__ for name, m in model.named_modules() if _is_compiled(m))
     )
-    with seen, _region_for(model, inputs), _unchanged(model):
+    devices = _devices_of(model, inputs, kwargs)
+
+    def run() -> None:
         model(*inputs, **kwargs)
+
+    with entered(devices), _unchanged(model):
+        is_off = is_in_region() and not lowered(devices)
+        try:
+            with seen, listed_as_called(seen._recorder) if is_off else contextlib.nullcontext():
+                run()
+        except Exception as error:
+            explain_error(error, model, run, devices)
+            raise
+        if any(finding.ops for finding in seen.findings) and not seen._compiled:
+            seen._tried = tried(seen.findings, model, functools.partial(_again, model, run), devices)
     return seen
 
 
-def _region_for(model: torch.nn.Module, inputs: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
-    if THREAD.state.entries:
-        return contextlib.nullcontext()
-    tensors = [*model.parameters(), *model.buffers(), *(t for t in inputs if isinstance(t, torch.Tensor))]
-    return autocast(tensors[0].device if tensors else None)
+def _again(
+    model: torch.nn.Module, run: Callable[[], None], rules: contextlib.AbstractContextManager[object]
+) -> Summary:
+    """Run a model once more, with rules, and return what is seen."""
+    seen = Trace()
+    seen._recorder.places.add(model)
+    forget_casts()
+    with rules, seen:
+        run()
+    return seen.summary()
+
+
+def _devices_of(*values: Any) -> list[str]:
+    """Return the device types of a model and its arguments, the model's first."""
+    model, *given = values
+    tensors = [*model.parameters(), *model.buffers(), *(t for _, t in floats_in(given))]
+    return list(dict.fromkeys(tensor.device.type for tensor in tensors))
 
 
 @contextlib.contextmanager

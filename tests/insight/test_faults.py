@@ -25,12 +25,12 @@ def _only(seen: Trace) -> Finding:
 def test_every_planted_fault_is_named() -> None:
     with mpamp.autocast("cpu", BRAIN, ops=RULES):
         seen = mpamp.explain(Faulty(), torch.randn(32, 64))
-    found = {f.kind: (f.op, f.modules, f.ops, f.is_shipped) for f in seen.findings}
+    found = {f.kind: (f.op, f.modules, f.ops or f.module_rules, f.is_shipped) for f in seen.findings}
     assert found == {
         "round trip": ("aten::layer_norm", ("second",), {"layer_norm": "fallthrough"}, False),
         "weight cast at every call": ("aten::linear", ("Faulty",), {}, False),
-        "tiny op": ("aten::linear", ("gate",), {"linear": "fp32"}, False),
-        "one float32 argument": ("aten::mul.Tensor", ("Faulty",), {"mul": "lower_precision_fp"}, False),
+        "tiny op": ("aten::linear", ("gate",), {"gate": {"linear": "fp32"}}, False),
+        "one float32 argument": ("aten::mul.Tensor", ("Faulty",), {}, False),  # a rule would cast more
         "float64": ("aten::mul.Tensor", ("Faulty",), {}, False),
     }
     texts = {f.kind: f.text for f in seen.findings}
@@ -44,11 +44,12 @@ def test_what_is_advised_takes_the_fault_away() -> None:
     model, x = Faulty(), torch.randn(32, 64)
     with mpamp.autocast("cpu", BRAIN, ops=RULES):
         seen = mpamp.explain(model, x)
-    rules = {op: policy for f in seen.findings for op, policy in f.ops.items() if op != "linear"}
+    rules = {op: policy for f in seen.findings for op, policy in f.ops.items()}
+    modules = {name: rule for f in seen.findings for name, rule in f.module_rules.items()}
     model.frozen = torch.nn.Parameter(model.frozen, requires_grad=False)
-    model.scale = model.scale.float()
-    model.gate = torch.nn.Identity()
-    with mpamp.autocast("cpu", BRAIN, ops={**RULES, **rules}):
+    model.scale = model.scale.to(BRAIN)
+    model.gamma = torch.nn.Parameter(model.gamma.to(BRAIN))
+    with mpamp.module_rules(model, modules), mpamp.autocast("cpu", BRAIN, ops={**RULES, **rules}):
         assert mpamp.explain(model, x).findings == ()
 
 

@@ -117,6 +117,18 @@ def test_named_gradients_are_off_and_others_are_not_and_the_scale_keeps_them(nam
         assert {u.parameter for u in (() if left is None else left.underflows)} == hopeless
 
 
+@pytest.mark.parametrize("name", ROUNDING)
+def test_in_a_loop_a_gradient_that_is_all_rounding_is_not_named_either(name: str) -> None:
+    model, x, loss = _cases()[name]
+    with find_overflow(model) as finder:
+        with mpamp.autocast("cpu", torch.float16):
+            value = loss(model(x)) * 1e-6
+        value.backward()
+    assert finder.first is not None
+    assert finder.first.underflows
+    assert not ROUNDING[name] & {lost.parameter for lost in finder.first.underflows}
+
+
 def test_a_loop_names_the_same_without_a_scale() -> None:
     model, x, loss = _cases()["layers"]
     once = find_overflow(model, x, loss=lambda y: loss(y) * 1e-6, region=mpamp.autocast("cpu", torch.float16)).first

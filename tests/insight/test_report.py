@@ -53,20 +53,46 @@ def test_the_history_is_the_scalers_and_each_skip_has_its_culprit() -> None:
     for skip in log.skips:
         assert skip.overflow is not None
         assert (skip.overflow.op, skip.overflow.module, skip.overflow.phase) == ("linear", "head", "backward")
-        assert skip.overflow.fitting_scale == 2.0**10
+        assert skip.overflow.fitting_scale is None  # which only a run of it could tell
         assert {"head.weight", "head.bias"} <= set(skip.parameters)
     assert log.kind == "mpamp.scaler.scaler.GradScaler"
 
 
+def test_a_search_for_the_first_scale_is_no_fault() -> None:
+    with reporting(None) as collecting:
+        train(init_scale=2.0**16, steps=10)
+    report = report_of(collecting)
+    assert (report.skipped, report.start_up, report.steps.overflowed) == (6, 6, 6)
+    assert not report.has_overflow_faults
+    assert [one.title for one in report.advice if one.rank <= 1] == []
+
+
+def test_the_first_scale_that_fits_is_named_where_the_script_began_far_above() -> None:
+    with reporting(None) as collecting:
+        train(init_scale=2.0**20, steps=16)
+    (one,) = [one for one in report_of(collecting).advice if one.rank <= 1]
+    assert (one.title, one.do) == ("The first 10 steps were lost in finding a scale", "GradScaler(init_scale=1024)")
+    with reporting(None) as collecting:
+        train(init_scale=1024.0)
+    assert report_of(collecting).skipped == 0
+
+
+def test_skips_after_the_first_ones_are_faults() -> None:
+    with reporting(None) as collecting:
+        train(steps=40, scaler=mpamp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4))
+    report = report_of(collecting)
+    assert report.start_up == 0
+    assert {one.title.partition(" ")[2] for one in report.advice if one.rank <= 1} == {
+        "of the steps were skipped",
+        "in head overflows in the backward pass",
+    }
+
+
 def test_its_advice_is_in_order_of_worth() -> None:
     with reporting(None) as collecting:
-        train()
+        train(steps=40, scaler=mpamp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4))
     advice = report_of(collecting).advice
-    assert [one.title for one in advice if one.rank <= 1] == [
-        "linear in head overflows in the backward pass",
-        "The first 3 steps were lost in finding a scale",
-    ]
-    assert advice[1].do == "GradScaler(init_scale=1024)"
+    assert len(advice) > 2
     assert [(one.rank, -one.worth) for one in advice] == sorted((one.rank, -one.worth) for one in advice)
 
 
@@ -136,15 +162,13 @@ def test_apex_scalers_are_noticed() -> None:
     assert "No op ran in a region: the weights are in lower precision themselves" in titles(report)
 
 
-def test_where_every_step_is_skipped_a_scale_that_fits_is_named() -> None:
+def test_where_every_step_is_skipped_a_smaller_scale_is_advised() -> None:
     with reporting(None) as collecting:
         train(steps=3, init_scale=2.0**15)
     (first,) = [one for one in report_of(collecting).advice if one.title.startswith("Every step was skipped")]
     assert first.why == "3 of 3 attempts found an inf or NaN in a gradient, at scales down to 8192."
-    scale = float(first.do.partition("init_scale=")[2].partition(")")[0])
-    with reporting(None) as collecting:
-        train(steps=3, init_scale=scale)
-    assert report_of(collecting).scalers[0].skipped == 0
+    assert first.do.startswith("A GradScaler with a smaller init_scale")
+    assert not any(digit in first.do for digit in "0123456789".replace("3", "").replace("2", ""))  # none was run
 
 
 def test_where_the_forward_pass_overflows_no_scale_is_named() -> None:
@@ -174,7 +198,7 @@ def test_a_long_history_takes_little() -> None:
 # -- Steps op by op ------------------------------------------------------------------------------------
 
 
-def test_a_gradient_that_underflows_is_named_with_the_scale_that_keeps_it() -> None:
+def test_a_gradient_that_underflows_is_named() -> None:
     model = TinySlope()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with reporting(None) as collecting:
@@ -186,9 +210,10 @@ def test_a_gradient_that_underflows_is_named_with_the_scale_that_keeps_it() -> N
     (lost, count) = report.steps.underflows["embedding.weight"]
     assert set(report.steps.underflows) == {"embedding.weight"}
     assert (lost.module, lost.scale, count.steps) == ("narrow", 1.0, 1)
-    assert lost.scale_to_keep <= lost.largest_scale
+    assert (lost.scale_to_keep, lost.largest_scale) == (None, None)
     advice = next(one for one in report.advice if "embedding.weight" in one.title)
-    assert f"{lost.scale_to_keep:.0f}" in advice.do
+    assert advice.title == "100% of the gradient of embedding.weight underflows"
+    assert advice.do.startswith("A larger loss scale may keep it, which a GradScaler finds")
     assert "float16 was trained without a GradScaler" in titles(report)
 
 

@@ -16,16 +16,15 @@ _MOST_FINDINGS = 12
 _TOO_FEW = 0.005
 """Of the host's time in ops: what gains less isn't worth a change."""
 
-
-_FAR = 2.0**24
-"""Times what fits: gradients so small don't change a float32 weight whose other gradients are as large as that."""
+_BEGIN = 2.0**16
+"""Where torch's scaler begins: what it halves from there on is no fault of a script's."""
 _MANY_SKIPS = 0.02
 """A scale that doubles every 2,000 steps is too large once in as many."""
 
 
 def advise(report: Report) -> list[Advice]:
     """Return what to do about what a report holds."""
-    found = [*_regions(report), *_overflows(report), *_scales(report), *_underflows(report)]
+    found = [*_regions(report), *_overflows(report), *_scales(report), *_underflows(report), *_training(report)]
     found += [*_speed(report), *_findings(report)]
     return sorted(found, key=lambda one: (one.rank, -one.worth))
 
@@ -45,6 +44,8 @@ def _regions(report: Report) -> Iterator[Advice]:
             f"{report.torch_regions} were entered, and none of mpamp's.",
             f"mpamp.install() makes torch's regions mpamp's, as mpamp report script.py does; or write {region}",
         )
+    elif report.training.low_weights:
+        return  # which says the same, and what to do
     elif report.half_models:
         yield Advice(
             3,
@@ -68,13 +69,14 @@ def _regions(report: Report) -> Iterator[Advice]:
 
 def _overflows(report: Report) -> Iterator[Advice]:
     steps = report.steps
-    for found, count in steps.overflows.values():
+    for place, (found, count) in steps.overflows.items():
+        if report.is_start_up(place):
+            continue
         share = count.steps / max(1, steps.watched)
-        is_scales = found.phase == "backward" and found.fitting_scale is not None
         where = f"{found.op} in {found.module}" if found.module else found.op
         times = f"In {count.steps} of the {steps.watched} steps that were looked at, first in step {count.first}: "
         yield Advice(
-            1 if is_scales or found.phase == "backward" else 0,
+            1 if found.phase == "backward" else 0,
             share,
             f"{where} overflows in the {found.phase} pass",
             times + _ranges(found),
@@ -93,29 +95,27 @@ def _dtype(found: Any) -> str:
 
 def _scales(report: Report) -> Iterator[Advice]:
     for log in report.scalers:
-        first = 0
-        for skip in log.skips:  # the run of skips that the script began with
-            if skip.attempt != first + 1:
-                break
-            first += 1
-        if log.skipped == log.attempts:
+        if not log.has_trained:
             yield _nothing_trained(report, log)
-        elif first > 1:
-            began, fitted = (plain(log.points[i][1]) for i in (0, first))
+            continue
+        lost = sum(skip.scale > _BEGIN for skip in log.skips[: log.start_up])
+        if lost > 1:
+            began, fitted = (plain(log.scale_at(attempt)) for attempt in (1, log.start_up + 1))
             yield Advice(
                 1,
-                first / log.attempts,
-                f"The first {first} steps were lost in finding a scale",
+                lost / log.attempts,
+                f"The first {log.start_up} steps were lost in finding a scale",
                 f"The scale began at {began}; {fitted} was the first that fitted.",
                 f"GradScaler(init_scale={fitted})",
             )
-        later, left = log.skipped - first, log.attempts - first
-        if left and later / left > _MANY_SKIPS:
+        later, left = log.skipped - log.start_up, log.attempts - log.start_up
+        if later > 1 and later / left > _MANY_SKIPS:
             yield Advice(
                 1,
                 later / log.attempts,
                 f"{later / left:.0%} of the steps were skipped",
-                f"{later} of {left} attempts{' after that' if first > 1 else ''} found an inf or NaN in a gradient.",
+                f"{later} of {left} attempts{' after the first ones' if log.start_up else ''} found an inf or NaN in a "
+                "gradient.",
                 "See the culprits under Loss scale. A scale that overflows so often grows too fast: raise "
                 "growth_interval, or set max_scale.",
             )
@@ -124,16 +124,18 @@ def _scales(report: Report) -> Iterator[Advice]:
 
 
 def _nothing_trained(report: Report, log: ScaleLog) -> Advice:
-    last = log.points[-1][1]
-    fitting = [o.fitting_scale for o, _ in report.steps.overflows.values() if o.phase == "backward"]
-    known = [scale for scale in fitting if scale is not None]
-    if known and len(fitting) == len(report.steps.overflows):
-        fits = plain(min(*known, last / 2))
-        do = f"GradScaler(init_scale={fits}), or run the ops that are named under Loss scale in float32."
+    found = [overflow for overflow, _ in report.steps.overflows.values()]
+    if found and all(one.phase == "backward" and one.rule for one in found):
+        do = (
+            "A GradScaler with a smaller init_scale, or more steps for it to find one; or run the ops that are named "
+            "under Loss scale in float32."
+        )
     else:
         do = "A smaller scale may not mend that: look at the culprits under Loss scale, and run those ops in float32."
-    found = f"{log.skipped} of {log.attempts} attempts found an inf or NaN in a gradient, at scales down to "
-    return Advice(0, 1.0, "Every step was skipped: nothing was trained", f"{found}{plain(last)}.", do)
+    why = f"{log.skipped} of {log.attempts} attempts found an inf or NaN in a gradient, at scales down to "
+    return Advice(
+        0, 1.0, "Every step was skipped: nothing was trained", f"{why}{plain(log.scale_at(log.attempts))}.", do
+    )
 
 
 def _no_scaler() -> Advice:
@@ -158,19 +160,54 @@ def _underflows(report: Report) -> Iterator[Advice]:
         return
     worst, count = lost[0]
     more = f" {len(lost) - 1} more parameters lose a tenth or more." if len(lost) > 1 else ""
-    keeping = [u.scale_to_keep for u, _ in lost if u.scale_to_keep <= u.largest_scale]
-    if keeping:
-        do = f"A loss scale of {plain(max(keeping))} keeps {'it' if len(keeping) == 1 else f'those of {len(keeping)}'}."
-    else:
-        do = f"No scale keeps all: try ops={worst.rule!r}." if worst.rule else "No scale keeps all: try bfloat16."
-    is_far = not keeping and worst.scale_to_keep > _FAR * worst.largest_scale
     yield Advice(
-        3 if is_far else 1,
+        1,
         worst.share * count.steps / max(1, steps.watched),
-        f"{worst.share:.0%} of the gradient of {worst.parameter} became zero",
+        f"{worst.share:.0%} of the gradient of {worst.parameter} underflows",
         f"Most of it at {worst.op}{f' in {worst.module}' if worst.module else ''}, at a loss scale of "
         f"{plain(worst.scale)}, in {count.steps} of {steps.watched} steps that were looked at.{more}",
-        do,
+        "A larger loss scale may keep it, which a GradScaler finds; mpamp.find_overflow(model, x, loss=...) names one "
+        "that it has run. bfloat16 needs none.",
+    )
+
+
+def _training(report: Report) -> Iterator[Advice]:
+    found = report.training
+    for name, scale in found.clipped_scaled.items():
+        yield Advice(
+            0,
+            1.0,
+            f"{name} clipped gradients that were still scaled",
+            f"They were up to {plain(scale)} times as large as they are, which is what the limit was held against.",
+            "scaler.unscale_(optimizer) before it, after backward().",
+        )
+    if found.low_weights:
+        kinds = " and ".join(found.low_weights)
+        count = f"{sum(found.low_weights.values()):,} elements of its parameters are {kinds}, as after .half() or "
+        yield Advice(
+            1,
+            1.0,
+            f"An optimizer updates weights in {kinds}: small updates are lost",
+            f"{count}.bfloat16(): an update of less than a {'256th' if 'bfloat16' in kinds else '2048th'} of a weight "
+            "rounds to none.",
+            "Keep the weights in float32, and leave their casts to the region: model.float(), or no .half() and "
+            ".bfloat16(); or take an optimizer with float32 master weights.",
+        )
+    yield from _loops_in_regions(report)
+
+
+def _loops_in_regions(report: Report) -> Iterator[Advice]:
+    found = report.training
+    seen = {"backward passes": found.passes_in_regions, "optimizer steps": found.steps_in_regions}
+    if not any(seen.values()):
+        return
+    what = " and ".join(f"{count:,} {name}" for name, count in seen.items() if count)
+    yield Advice(
+        1,
+        0.5,
+        "The region is around more than the forward pass and the loss",
+        f"{what} ran in a region, which casts for ops that are meant to run as they are called there.",
+        "End the region before backward(): only the forward pass and the loss are for it.",
     )
 
 

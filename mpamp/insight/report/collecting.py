@@ -28,6 +28,7 @@ from .report import Comparison, Outcome, Report, Section
 from .roots import Roots
 from .scaling import ScalerWatch
 from .steps import StepWatch
+from .training import TrainingWatch
 
 __all__ = ["Reporting"]
 
@@ -62,7 +63,8 @@ class Reporting:
         self._half_models: dict[str, None] = {}
         self._roots = Roots(self._begin)
         self._steps = StepWatch(watch, self._is_mixed, self._roots.label)
-        self._scalers = ScalerWatch(self._steps, self._roots)
+        self._training = TrainingWatch()
+        self._scalers = ScalerWatch(self._steps, self._roots, self._training)
         self._open: contextlib.ExitStack | None = None
 
     def __enter__(self) -> Reporting:
@@ -72,6 +74,7 @@ class Reporting:
             stack.enter_context(self._clock.running())
             stack.enter_context(torch_regions_counted(self._torch_regions))
             stack.enter_context(self._scalers.listening())
+            stack.enter_context(self._training.looking())
             stack.enter_context(self._roots.followed())
             hook = register_optimizer_step_pre_hook(lambda *_: self._steps.end())
             stack.callback(hook.remove)
@@ -114,6 +117,7 @@ class Reporting:
             summary=self._trace.summary(),
             scalers=self._scalers.logs,
             steps=self._steps.found,
+            training=self._training.found,
             torch_regions=self._torch_regions[0],
             half_models=tuple(self._half_models),
             comparison=self._compared(outcome),

@@ -10,6 +10,7 @@ from ..records import Summary, use_to_dict
 from ..tracing import TORCH_REGIONS
 from .scaling import ScaleLog
 from .steps import Steps
+from .training import Training
 
 __all__ = ["Advice", "Comparison", "Html", "Outcome", "Report", "Section", "Table"]
 
@@ -110,6 +111,7 @@ class Report:
         summary: What the trace saw.
         scalers: Each scaler's history.
         steps: What the steps that were looked at op by op gave.
+        training: What of the script goes against mixed precision.
         comparison: Beside float32; None where that wasn't asked for.
         torch_regions: Entered regions of ``torch.autocast``, which the trace doesn't see.
         half_models: Models whose weights are in lower precision themselves.
@@ -126,6 +128,7 @@ class Report:
     summary: Summary
     scalers: list[ScaleLog]
     steps: Steps
+    training: Training = field(default_factory=Training)
     torch_regions: int = 0
     half_models: tuple[str, ...] = ()
     comparison: Comparison | None = None
@@ -150,6 +153,24 @@ class Report:
     def skipped(self) -> int:
         """Steps that a scaler skipped."""
         return sum(log.skipped for log in self.scalers)
+
+    @property
+    def start_up(self) -> int:
+        """Those of them by which scalers found their first scale: no fault."""
+        return sum(log.start_up for log in self.scalers if log.has_trained)
+
+    def is_start_up(self, place: tuple[str, ...]) -> bool:
+        """Tell whether all that overflowed at a place, a key of the steps' overflows, did so in such a skip."""
+        found, count = self.steps.overflows[place]
+        logs = [log for log in self.scalers if log.has_trained]
+        skips = [skip.overflow for log in logs for skip in log.skips[: log.start_up] if skip.overflow is not None]
+        same = [one for one in skips if (one.op, one.module, one.phase) == (found.op, found.module, found.phase)]
+        return found.phase == "backward" and len(same) == count.steps
+
+    @property
+    def has_overflow_faults(self) -> bool:
+        """Whether something overflowed that a scaler's search for its first scale doesn't explain."""
+        return not all(map(self.is_start_up, self.steps.overflows))
 
     @property
     def unseen(self) -> tuple[str, ...]:

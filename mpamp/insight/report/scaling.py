@@ -11,16 +11,19 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from ...engine.compiling import left_to_python
 from ...patching import Patches
 from ...scaler.gradients import has_non_finite
 from ...scaler.kernels import is_capturing
+from ...scaler.scaler import GradScaler
 from ...scaler.stepping import SteppingPart
 from ...scaler.unscaling import UnscalingPart
 from ..overflow_report import Overflow
 from .roots import Roots
 from .steps import StepWatch
+from .training import TrainingWatch
 
 __all__ = ["ScaleLog", "ScalerWatch", "Skip"]
 
@@ -28,6 +31,8 @@ _MOST_POINTS = 2000
 _MOST_SKIPS = 500
 _MOST_LOGS = 20
 _MOST_NAMES = 8
+_START_UP = 16
+"""Attempts among which a skip is the search for a scale: torch's first one, 65536, is 1 after as many."""
 
 
 @dataclass(slots=True)
@@ -54,10 +59,14 @@ class ScaleLog:
     """From which attempt on the scale was what."""
     skips: list[Skip] = field(default_factory=list)
     """The first of them."""
+    start_up: int = 0
+    """Skips of the first steps, in which the scale had only gone down: so a scaler finds the first one that fits."""
+    _has_grown: bool = False
 
     def add(self, scale: float, skipped: bool) -> Skip | None:
         """Add an attempt; return its skip, if it was one and is still listed."""
         self.attempts += 1
+        self._has_grown |= bool(self.points) and self.points[-1][1] < scale
         if not self.points or self.points[-1][1] != scale:
             self.points.append((self.attempts, scale))
             if len(self.points) > _MOST_POINTS:
@@ -65,18 +74,29 @@ class ScaleLog:
         if not skipped:
             return None
         self.skipped += 1
+        if not self._has_grown and (self.attempts <= _START_UP or self.start_up == self.attempts - 1):
+            self.start_up += 1
         if len(self.skips) >= _MOST_SKIPS:
             return None
         self.skips.append(Skip(self.attempts, scale))
         return self.skips[-1]
 
+    def scale_at(self, attempt: int) -> float:
+        """Return the scale of an attempt, as far as it is known still."""
+        return next(scale for first, scale in reversed(self.points) if first <= attempt)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step wasn't skipped."""
+        return self.skipped < self.attempts
+
 
 class ScalerWatch:
     """Listens to the gradient scalers of torch, of mpamp and, where it is loaded, of apex's drop-in."""
 
-    def __init__(self, steps: StepWatch, roots: Roots) -> None:
+    def __init__(self, steps: StepWatch, roots: Roots, training: TrainingWatch) -> None:
         self.logs: list[ScaleLog] = []
-        self._steps, self._roots = steps, roots
+        self._steps, self._roots, self._training = steps, roots, training
         self._by_scaler: WeakKeyDictionary[Any, ScaleLog] = WeakKeyDictionary()
         self._is_open = False
 
@@ -86,8 +106,12 @@ class ScalerWatch:
         places: list[tuple[type, str, Callable[..., Any]]] = [
             (torch.amp.GradScaler, "scale", self._scale),
             (torch.amp.GradScaler, "step", self._step),
+            (torch.amp.GradScaler, "unscale_", self._unscale),
+            (torch.amp.GradScaler, "update", self._updated),
             (UnscalingPart, "scale", self._scale),
+            (UnscalingPart, "unscale_", self._unscale),
             (SteppingPart, "step", self._step),
+            (GradScaler, "update", self._updated),
         ]
         apex = sys.modules.get("mpamp.apex.scaler")
         if apex is not None:
@@ -107,12 +131,27 @@ class ScalerWatch:
     def _scale(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
         if self._is_open and scaler._enabled:
             self._steps.scaled_by(scaler)
+            self._training.scaled(scaler)
+        return original(scaler, *args, **kwargs)
+
+    def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
+        if self._is_open and scaler._enabled:
+            self._training.unscaled(optimizer)
+        return original(scaler, optimizer)
+
+    def _updated(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        self._training.updated()
         return original(scaler, *args, **kwargs)
 
     def _step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not (self._is_open and scaler._enabled) or is_capturing(scaler._device):
             return original(scaler, optimizer, *args, **kwargs)
         self._steps.end()
+        state = scaler._per_optimizer_states.get(id(optimizer), {})
+        if state.get("stage") is OptState.UNSCALED:
+            self._training.were_unscaled(optimizer)  # by a method of its own, it may be
+        else:
+            self._training.unscaled(optimizer)
         returned = original(scaler, optimizer, *args, **kwargs)
         skipped = _was_skipped(scaler, optimizer)
         self._attempted(scaler, scaler.get_scale(), skipped, optimizer)

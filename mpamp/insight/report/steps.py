@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ __all__ = ["LEAST_SHARE", "StepWatch", "Steps"]
 
 Module = torch.nn.Module
 LEAST_SHARE = 0.1
-"""Gradients of which so much became zero are named."""
+"""Gradients that are off by so much are named."""
 _MOST = 200
 """Overflows and underflows that are told apart."""
 
@@ -57,16 +56,11 @@ class Steps:
             key = (found.op, found.module or "", found.phase)
             kept, count = self.overflows.get(key, (found, _Count(0, self.watched)))
             count.steps += 1
-            self.overflows[key] = (found if _fitting(found) < _fitting(kept) else kept, count)
+            self.overflows[key] = (kept, count)
         for lost in report.underflows[:_MOST]:
             worst, count = self.underflows.get(lost.parameter, (lost, _Count(0, self.watched)))
             count.steps += 1
             self.underflows[lost.parameter] = (lost if lost.share > worst.share else worst, count)
-
-
-def _fitting(found: Overflow) -> float:
-    """Return the scale that fits; of several overflows at a place the least one is to be known."""
-    return math.inf if found.fitting_scale is None else found.fitting_scale
 
 
 class StepWatch:
