@@ -76,6 +76,16 @@ class DeviceState:
             self._is_prepared = False
             self._change()
 
+    def require_known(self) -> None:
+        """Check that torch has the device, which a plugin's backend alone doesn't bring.
+
+        Raises:
+            UnknownDeviceError: It hasn't; it may be given the device later.
+        """
+        from ..plugins.manager import manager
+
+        manager().require_known(self.own_backend)
+
     def prepare(self) -> None:
         """Have the backend do what must come before the first kernel is installed; once.
 

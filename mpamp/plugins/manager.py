@@ -99,6 +99,23 @@ class PluginManager:
         info.status, info.error = "failed", error
         return f"{_whose(info, device_type)} failed: its {asked} raised {shown(error)}. {_remedy(info)}"
 
+    def require_known(self, backend: Backend) -> None:
+        """Check that torch has the device of a backend.
+
+        Raises:
+            UnknownDeviceError: It hasn't; it may be given the device later.
+        """
+        device_type = backend.device_type
+        if is_device_type(device_type):
+            return
+        info = next((i for b, i in self._backends.values() if b is backend), None)
+        owner = "its backend is there" if info is None else f"{_whose(info, device_type)} is loaded"
+        raise UnknownDeviceError(
+            f"torch knows no device {device_type!r}, though {owner}. A plugin names its device to torch before "
+            f"mpamp_backends() returns, by importing the vendor's package or by "
+            f"torch.utils.rename_privateuse1_backend({device_type!r}) and torch._register_device_module."
+        )
+
     def refuse(self, device_type: str, error: BaseException) -> Backend | None:
         """Take back what a plugin brought for a device: its backend failed when it was asked about itself.
 

@@ -89,6 +89,7 @@ class _Spec:
         self, device: str | None, dtype: torch.dtype | None, enabled: bool, cache: bool, ops: Ops, persistent: bool
     ) -> None:
         self.device = device_state(_device_type(device))
+        self.device.require_known()
         self.version = self.device.version  # before the table is read, for another thread may change it
         self.ready = _NOT_READY
         """The version of the device's rules and kernels that the region can be entered at without asking anything."""
@@ -192,7 +193,7 @@ def autocast(
 
     Raises:
         TypeError: Both ``device`` and ``device_type`` are given.
-        UnknownDeviceError: No backend covers the device.
+        UnknownDeviceError: No backend covers the device, or torch doesn't know it.
         UnsupportedDtypeError: The backend can't run regions in ``dtype``.
         OpTableError: A rule in ``ops`` is wrong.
 

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from ..engine.resolving import scopes_here
 from ..engine.scope import THREAD
-from .carrying import carrying
+from .carrying import Carried, carrying
+from .decorating import decorate
 
 __all__ = ["carried_apply", "inherit_regions", "serve_data_parallel"]
 
@@ -18,6 +19,12 @@ R = TypeVar("R")
 
 def inherit_regions(function: Callable[..., R]) -> Callable[..., R]:
     """Return ``function`` such that it runs, on any thread, in the regions that are open here and now.
+
+    Generators, async functions and async generators run in them at each step, and leave them where they pause. Of a
+    class, instances are made in them.
+
+    Raises:
+        TypeError: It isn't callable, such as a coroutine, which is what an async function returns.
 
     Example:
         >>> import threading, torch, mpamp
@@ -31,7 +38,14 @@ def inherit_regions(function: Callable[..., R]) -> Callable[..., R]:
         >>> seen
         [torch.bfloat16]
     """
-    return carrying(function, keep=True) if _is_in_region() else function
+    if not callable(function):
+        raise TypeError(f"inherit_regions takes a function, got {function!r}: give it what makes that when called.")
+    if not _is_in_region():
+        return function
+    if isinstance(function, type):
+        return carrying(function, keep=True)
+    inherited: Callable[..., R] = decorate(function, Carried(keep=True).restored)
+    return inherited
 
 
 def _is_in_region() -> bool:

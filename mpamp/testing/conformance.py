@@ -9,6 +9,7 @@ import torch
 
 from ..devices.registry import get_backend
 from ..plugins.backend import Backend
+from ..plugins.manager import manager
 from ..rules.optable import OpTable
 from ..scaler import GradScaler
 from .conformance_regions import backend_tests, cache_tests, checkpoint_tests, custom_function_tests, nesting_tests
@@ -41,7 +42,7 @@ def check_backend(
 
     Every row of the table in force is called in each dtype, and must come down to the same ops and dtypes as a call
     outside of regions with arguments cast by hand. Nothing is left behind: a backend that isn't registered is in
-    force only meanwhile.
+    force only meanwhile. A report of checks that were all skipped fails, too: nothing is known then.
 
     Args:
         backend: A backend, or the device type whose registered one is meant.
@@ -66,6 +67,7 @@ def check_backend(
         raise ValueError(f"no section {', '.join(sorted(unknown))}; there are: {', '.join(SECTIONS)}.")
     chosen = {name: tests for name, tests in SECTIONS.items() if sections is None or name in sections}
     found = get_backend(backend) if isinstance(backend, str) else backend
+    manager().require_known(found)
     first = tuple(run("backend", name, ask) for name, ask in _questions(found).items())
     if any(check.outcome == "failed" for check in first):
         return Report(found.device_type, _name(found), "no", tuple(c for c in first if c.outcome == "failed"))
@@ -77,6 +79,8 @@ def check_backend(
         else:
             subject = Subject(found, state, not is_here, default_dtype, make_scaler)
             checks = tuple(run(s, name, test) for s, tests in chosen.items() for name, test in tests(subject))
+    if all(check.outcome == "skipped" for check in checks):
+        checks = (*checks, _nothing_ran(found))
     return Report(found.device_type, repr(found), "this machine's" if is_here else "fake", checks)
 
 
@@ -102,6 +106,15 @@ def _check_dtypes(backend: Backend) -> None:
 def _check_table(backend: Backend) -> None:
     table = backend.op_table()
     require(isinstance(table, OpTable), f"op_table() returned a {type(table).__name__}")
+
+
+def _nothing_ran(backend: Backend) -> Check:
+    told = (
+        f"nothing was checked: run the kit where there is a {backend.device_type!r} device, or where there is no "
+        f"accelerator at all, so that its tensors can be faked; torch.{backend.device_type}.is_available() and "
+        "device_count() say whether torch finds one"
+    )
+    return Check("backend", "something is checked", "failed", told)
 
 
 def _name(backend: Backend) -> str:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import mpamp
+from mpamp.cli.app import app
 from mpamp.devices import registry
 from mpamp.engine.python import kernels
 from mpamp.errors import shown
@@ -414,6 +416,31 @@ def errors_of(*devices: str) -> list[str]:
         except mpamp.MpampError as error:
             found.append(type(error).__name__)
     return found
+
+
+def test_a_plugin_whose_device_torch_does_not_know() -> None:
+    """As long as torch doesn't: its package may be imported later."""
+
+    def use() -> Any:
+        said = []
+        with fresh(point("npu", npu())):
+            mpamp.get_backend("npu")
+            for ask in (
+                lambda: mpamp.autocast("npu"),
+                lambda: mpamp.autocast("npu", BRAIN, ops={"mm": "fp32"}),
+                lambda: CliRunner().invoke(app, ["ops", "--device", "npu", "mm"]).output,
+            ):
+                try:
+                    said.append(str(ask()))
+                except mpamp.UnknownDeviceError as error:
+                    said.append(str(error))
+            torch.utils.rename_privateuse1_backend("npu")
+            return said, mpamp.autocast("npu").device_type
+
+    said, later = in_child(use)
+    wanted = "torch knows no device 'npu', though the plugin for device 'npu' (acme 1.2) is loaded. "
+    assert [wanted in " ".join(text.split()) for text in said] == [True] * 3, said
+    assert later == "npu"
 
 
 def test_packs_in_conflict_over_a_device_leave_the_others_alone() -> None:

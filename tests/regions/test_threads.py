@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import threading
 
 import pytest
@@ -49,6 +51,125 @@ def test_inherit_regions_leaves_the_other_thread_as_it_was():
     with mpamp.autocast("cpu", BF16):
         inside = inherit_regions(dtypes)
     assert run(lambda: (inside(), dtypes())) == ((BF16, BF16), (FP32, FP32))
+
+
+async def _coroutine(pause):
+    before = dtypes()
+    await asyncio.sleep(0)
+    pause()
+    return [before, dtypes()]
+
+
+def _generator(pause):
+    yield dtypes()
+    pause()
+    yield dtypes()
+
+
+async def _async_generator(pause):
+    yield dtypes()
+    await asyncio.sleep(0)
+    pause()
+    yield dtypes()
+
+
+async def _collected(items):
+    return [item async for item in items]
+
+
+class _Callers:
+    """Methods of each kind, and an object that is called."""
+
+    def plain(self, pause):
+        return [dtypes()]
+
+    async def coroutine(self, pause):
+        return await _coroutine(pause)
+
+    @classmethod
+    def generator(cls, pause):
+        yield from _generator(pause)
+
+    @staticmethod
+    async def async_generator(pause):
+        async for item in _async_generator(pause):
+            yield item
+
+    async def __call__(self, pause):
+        return await _coroutine(pause)
+
+
+class _Made:
+    """A class: its instances are made in the regions."""
+
+    def __init__(self, pause):
+        self.seen = [dtypes()]
+
+
+class _Module(torch.nn.Module):
+    """A module, whose own attributes aren't the wrapper's to change."""
+
+    def forward(self, pause):
+        return [dtypes()]
+
+
+BODIES = {
+    "async": (_coroutine, asyncio.run),
+    "generator": (_generator, list),
+    "async generator": (_async_generator, lambda items: asyncio.run(_collected(items))),
+    "partial async": (functools.partial(_coroutine, bool), asyncio.run),
+    "partial of partial": (functools.partial(functools.partial(_generator), bool), list),
+    "method": (_Callers().plain, list),
+    "async method": (_Callers().coroutine, asyncio.run),
+    "class method that generates": (_Callers.generator, list),
+    "static method that generates": (_Callers().async_generator, lambda items: asyncio.run(_collected(items))),
+    "async object": (_Callers(), asyncio.run),
+    "class": (_Made, lambda made: made.seen),
+    "module": (_Module(), list),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_inherit_regions_of_every_kind_of_function(kind):
+    body, use = BODIES[kind]
+    with mpamp.autocast("cpu", HALF, ops={"softmax": "fallthrough"}):
+        inherited = inherit_regions(body)
+    arguments = () if kind.startswith("partial") else (bool,)
+
+    def work():
+        with mpamp.autocast("cpu", BF16):
+            return use(inherited(*arguments)), dtypes()
+
+    seen, here = run(work)
+    assert set(seen) == {(HALF, HALF)}
+    assert here == (BF16, BF16)
+
+
+def test_inherited_regions_are_left_where_a_body_pauses():
+    with mpamp.autocast("cpu", HALF):
+        steps = inherit_regions(_generator)(bool)
+        inside = inherit_regions(_coroutine)
+    seen = []
+    for _ in steps:
+        seen.append(dtypes())
+
+    async def main():
+        async def beside():
+            seen.append(dtypes())
+
+        return (await asyncio.gather(inside(bool), beside()))[0]
+
+    assert {each[0] for each in asyncio.run(main())} == {HALF}
+    assert seen == [(FP32, FP32)] * 3
+
+
+def test_inherit_regions_of_what_is_no_function():
+    coroutine = _coroutine(bool)
+    with mpamp.autocast("cpu", HALF), pytest.raises(TypeError, match="takes a function, got <coroutine object"):
+        inherit_regions(coroutine)
+    with pytest.raises(TypeError, match="takes a function, got 3"):
+        inherit_regions(3)
+    coroutine.close()
 
 
 def threaded_apply(modules, inputs):

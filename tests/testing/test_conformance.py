@@ -20,7 +20,8 @@ from mpamp.rules.optable import OpTable
 from mpamp.rules.policy import CastPolicy
 from mpamp.rules.rows import Row
 from mpamp.scaler import kernels
-from mpamp.testing import ConformanceError, Report, check_backend
+from mpamp.testing import ConformanceError, Report, check_backend, conformance
+from mpamp.testing.conformance_report import Inapplicable
 from tests.parity.observe import is_here
 
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
@@ -438,3 +439,33 @@ def test_a_read_later_that_gives_something_else() -> None:
 def test_dtypes_that_are_none(dtypes: Any) -> None:
     backend = type("Wrong", (CpuBackend,), {"lower_precision_dtypes": dtypes})()
     assert "dtypes are dtypes" in failed(check_backend(backend, sections=["backend"]))
+
+
+# -- Where nothing can be checked ------------------------------------------------------------------------
+
+
+def test_a_kit_that_ran_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "is_fakeable", lambda device_type: False)
+    backend = type("Away", (CpuBackend,), {"is_available": lambda self: False})()
+    report = check_backend(backend)
+    assert (len(report.passed), len(report.skipped)) == (0, 7)
+    with pytest.raises(ConformanceError, match=r"nothing was checked: run the kit where there is a 'cpu' device"):
+        report.raise_for_failures()
+
+
+def test_a_kit_whose_checks_all_need_the_device_fails() -> None:
+    def skip() -> None:
+        raise Inapplicable("needs the device itself")
+
+    tests = {"cache": lambda subject: [("one", skip), ("two", skip)]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conformance, "SECTIONS", tests)
+        assert [*failed(check_backend("cpu"))] == ["something is checked"]
+
+
+def test_a_backend_of_a_device_that_torch_does_not_know() -> None:
+    backend = type("Npv", (Backend,), {"device_type": "npv", "autocast_key": "AutocastPrivateUse1"})()
+    with pytest.raises(
+        mpamp.UnknownDeviceError, match=r"torch knows no device 'npv', though .*\.rename_privateuse1_backend"
+    ):
+        check_backend(backend)
