@@ -26,7 +26,7 @@ from ...plugins.backend import Backend
 from ...rules.eligibility import HELD, NEED_ONE_DTYPE, WRITTEN, is_in_place, overload_name
 from ...rules.eligibility import OBSERVERS as RANGES
 from ...rules.optable import OpTable
-from ...rules.policy import RAISING, CastPolicy
+from ...rules.policy import CASTABLE, RAISING, CastPolicy
 from ...rules.rows import APPEND_DTYPE
 from .. import marks, scope
 from ..casts import cache
@@ -40,6 +40,7 @@ __all__ = ["VARIABLE", "choice", "core", "install", "serve", "spec_of", "which"]
 VARIABLE = "MPAMP_ENGINE"
 CHOICES = ("auto", "python", "compiled")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Those of the regions that C++ serves, in the order of its tables' rows."""
 _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
@@ -102,7 +103,11 @@ def which() -> tuple[str, str]:
 def _connect(found: Any) -> None:
     kinds = (torch.dtype, torch.layout, torch.memory_format)
     found.set_types(*([v for v in vars(torch).values() if isinstance(v, kind)] for kind in kinds))
-    found.set_asked(_code, _kind, lambda each: _scope_in(found, each), is_viewable)
+    found.set_dtypes(list(_DTYPES), [(dtype, torch.finfo(dtype).max) for dtype in CASTABLE])
+    key_set = torch._C.DispatchKeySet.from_raw_repr
+    found.set_asked(
+        functools.partial(_code, found.codes), _kind, lambda each: _scope_in(found, each), is_viewable, key_set
+    )
     _tell_carriers(found)
     marks.CARRIERS.on_choice.append(lambda: _tell_carriers(found))
     scope.connect(found)
@@ -135,7 +140,7 @@ def _handle(found: Any, table: OpTable) -> Any:
     handle = _handles.get(table)
     if handle is None:
         number = next(_table_numbers)
-        handle = _handles[table] = found.Table(number)
+        handle = _handles[table] = found.table(number)
         _tables[number] = table
     return handle
 
@@ -158,20 +163,19 @@ _CODES = {
 }
 
 
-def _code(table_id: int, dtype: int, number: int) -> int:
-    """Return what a table's row says; called once for each, by whatever thread first comes by."""
+def _code(codes: dict[str, int], table_id: int, dtype: int, number: int) -> int:
+    """Return what a table's row says, as C++ has it; called once for each, by whatever thread first comes by."""
     table, (name, torchs) = _tables.get(table_id), _facts[number]
-    found: Any = store.load()
     if table is None:
-        return int(found.Code.python)
+        return codes["python"]
     policy = table.rules[_DTYPES[dtype]].get(name)
     if policy is None:
-        return int(found.Code.below if torchs is not None and name not in table else found.Code.outside)
+        return codes["below" if torchs is not None and name not in table else "outside"]
     if policy is CastPolicy.FP32 and name in widening_ops():
         policy = CastPolicy.FP32_SET_OPT_DTYPE
     elif policy is torchs and policy in RAISING:  # as the engine in Python: torch's kernel casts beside a float64 too
-        return int(found.Code.outside)
-    return int(getattr(found.Code, _CODES.get(policy, "python")))
+        return codes["outside"]
+    return codes[_CODES.get(policy, "python")]
 
 
 def _kind(cls: type) -> int:
@@ -206,7 +210,20 @@ def install(
     if handle is None and keeps:  # whether a graph is being recorded can't be known in C++
         return None
     held = [a.name for a in op._schema.arguments if a.name in HELD and "number" in str(a.type)]
-    return found.install(name, handle or _bare(found, device), _numbers[facts], keeps, held, kernel)
+    return Installed(found, found.install(name, handle or _bare(found, device), _numbers[facts], keeps, held, kernel))
+
+
+class Installed:
+    """A C++ kernel in the dispatcher, until it is destroyed; as ``torch.library.Library``."""
+
+    __slots__ = ("_core", "_handle")
+
+    def __init__(self, found: Any, handle: Any) -> None:
+        self._core = found
+        self._handle = handle
+
+    def _destroy(self) -> None:
+        self._core.destroy(self._handle)
 
 
 def _is_special(op: OpOverload) -> bool:
@@ -226,11 +243,11 @@ def _device(found: Any, device: DeviceState, backend: Backend) -> Any | None:
     address = 0 if backend.capture_check() is None else backend.capture_address()
     if address is None or (address and not found.knows_handles):
         return None
-    return found.Device(device.index, _number(device.key), device.type, backend.stream_check() is not None, address)
+    return found.device(device.index, _number(device.key), device.type, backend.stream_check() is not None, address)
 
 
 def _bare(found: Any, device: DeviceState) -> Any:
-    return found.Device(device.index, _number(device.key), device.type, False, 0)
+    return found.device(device.index, _number(device.key), device.type, False, 0)
 
 
 # -- Regions -------------------------------------------------------------------------------------------

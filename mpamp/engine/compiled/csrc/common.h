@@ -10,8 +10,10 @@
 
 #include <array>
 #include <atomic>
+#include <bitset>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace mpamp {
@@ -27,10 +29,24 @@ constexpr int kOps = 2048;
 // What an op's row says in one table and dtype, as Python writes it into a table.
 enum Code : int8_t { kUnknown, kOutside, kBelow, kLower, kFloat32, kSetDtype, kPromote, kAsCalled, kPython };
 
-// Float16, bfloat16 and float32 are all that a region may run in, and all that is ever cast.
-inline int index_of(ScalarType dtype) {
-  return dtype == at::kHalf ? 0 : dtype == at::kBFloat16 ? 1 : dtype == at::kFloat ? 2 : -1;
+constexpr int kScalarTypes = static_cast<int>(ScalarType::NumOptions);
+using ScalarTypes = std::bitset<kScalarTypes>;
+
+// What Python says once of dtypes: which rows of a table hold in regions of one, and which of mpamp.rules.policy.CASTABLE
+// are cast, with the largest number that each holds.
+struct Dtypes {
+  Dtypes() { rows.fill(-1); }
+  std::array<int, kScalarTypes> rows;
+  ScalarTypes castable;
+  std::array<double, kScalarTypes> largest{};
+};
+inline Dtypes& dtypes() {
+  static auto* found = new Dtypes;
+  return *found;
 }
+// The number of a region's dtype; -1 where its regions are left to Python.
+inline int index_of(ScalarType dtype) { return dtypes().rows[static_cast<int>(dtype)]; }
+inline bool is_castable(ScalarType dtype) { return dtypes().castable[static_cast<int>(dtype)]; }
 
 // One op table as dense arrays, an array a dtype, by the op's number. Python fills a row in when it is first asked for.
 struct Table {
@@ -106,5 +122,30 @@ struct Held {
   }
   PyObject* const object;
 };
+
+// -- What Python holds of ours, and gives back ---------------------------------------------------------
+// Capsules with a name each, not types: the registry where pybind11 looks types up is of torch's pybind11, whose ABI
+// changes between versions of torch.
+
+template <class T>
+py::capsule in_capsule(T* value, const char* name) {
+  return py::capsule(value, name, [](PyObject* capsule) {
+    delete static_cast<T*>(PyCapsule_GetPointer(capsule, PyCapsule_GetName(capsule)));
+  });
+}
+
+template <class T>
+T& from_capsule(py::handle capsule, const char* name) {
+  auto* found = static_cast<T*>(PyCapsule_GetPointer(capsule.ptr(), name));
+  if (!found) throw py::error_already_set();
+  return *found;
+}
+
+// An object that was to be made; what went wrong if it wasn't.
+inline py::object made(py::object object, const char* what) {
+  if (object) return object;
+  if (PyErr_Occurred()) throw py::error_already_set();
+  throw py::type_error(std::string("mpamp: Python has no object for ") + what);
+}
 
 } // namespace mpamp

@@ -41,27 +41,41 @@ std::unique_ptr<Installed> install(const std::string& name, Device device, Kerne
   return result;
 }
 
-template <class T>
-py::capsule in_capsule(T* value, const char* name) {
-  return py::capsule(value, name, [](PyObject* capsule) {
-    delete static_cast<T*>(PyCapsule_GetPointer(capsule, PyCapsule_GetName(capsule)));
-  });
+constexpr const char* kTable = "mpamp.table";
+constexpr const char* kDevice = "mpamp.device";
+constexpr const char* kInstalled = "mpamp.installed";
+
+py::capsule table(int64_t id) { return in_capsule(new std::shared_ptr<Table>(std::make_shared<Table>(id)), kTable); }
+
+py::capsule scope(py::capsule table, int keep, int64_t task) {
+  auto& found = from_capsule<std::shared_ptr<Table>>(table, kTable);
+  return in_capsule(
+      new std::shared_ptr<Scope>(std::make_shared<Scope>(Scope{found, static_cast<Keep>(keep), task})), kScope);
 }
 
-py::capsule scope(std::shared_ptr<Table> table, int keep, int64_t task) {
-  return in_capsule(
-      new std::shared_ptr<Scope>(std::make_shared<Scope>(Scope{std::move(table), static_cast<Keep>(keep), task})), kScope);
+py::capsule device(int index, int key, const std::string& type, bool has_streams, size_t capture) {
+  return in_capsule(new Device{index, static_cast<DispatchKey>(key), c10::Device(type).type(), has_streams,
+                               reinterpret_cast<int (*)(void*, int*)>(capture)}, kDevice);
+}
+
+py::dict codes() {
+  const std::pair<const char*, Code> all[] = {
+      {"outside", kOutside}, {"below", kBelow}, {"lower", kLower}, {"float32", kFloat32},
+      {"set_dtype", kSetDtype}, {"promote", kPromote}, {"as_called", kAsCalled}, {"python", kPython}};
+  py::dict found;
+  for (auto& [name, code] : all) found[name] = static_cast<int>(code);
+  return found;
 }
 
 ScalarType scalar_type(py::handle dtype) { return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type; }
 
-py::capsule spec(const Device& device, py::object dtype, py::object scope, py::object name, py::object key, py::object index,
+py::capsule spec(py::capsule on, py::object dtype, py::object scope, py::object name, py::object key, py::object index,
                  const std::vector<std::tuple<int, py::object, py::object, py::object>>& carriers,
                  const std::vector<py::object>& undo) {
-  py::capsule core = scope.attr("core");
-  auto* found = static_cast<std::shared_ptr<Scope>*>(PyCapsule_GetPointer(core.ptr(), kScope));
-  if (!found) throw py::error_already_set();
-  auto* made = new Spec{device.key, device.type, scalar_type(dtype), device.index, *found, {}, settings().choice,
+  auto& device = from_capsule<Device>(on, kDevice);
+  py::object core = scope.attr("core");
+  auto& found = from_capsule<std::shared_ptr<Scope>>(core, kScope);
+  auto* made = new Spec{device.key, device.type, scalar_type(dtype), device.index, found, {}, settings().choice,
                         scope.ptr(), py::object(scope.attr("mark")).ptr(), name.ptr(), key.ptr(), index.ptr(), {}};
   for (size_t i = 0; i < undo.size() && i < made->undo.size(); ++i) made->undo[i] = py::object(undo[i]).release().ptr();
   for (auto& [number, carrier_key, carrier_name, carrier_dtype] : carriers)
@@ -80,6 +94,14 @@ void set_types(const std::vector<py::object>& dtypes, const std::vector<py::obje
   fill(settings().formats, formats, c10::MemoryFormatType::get());
 }
 
+void set_dtypes(const std::vector<py::object>& rows, const std::vector<std::pair<py::object, double>>& castable) {
+  for (size_t i = 0; i < rows.size(); ++i) dtypes().rows[static_cast<int>(scalar_type(rows[i]))] = static_cast<int>(i);
+  for (auto& [dtype, largest] : castable) {
+    dtypes().castable.set(static_cast<int>(scalar_type(dtype)));
+    dtypes().largest[static_cast<int>(scalar_type(dtype))] = largest;
+  }
+}
+
 PyMethodDef put_def = {"put", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(put)), METH_FASTCALL, nullptr};
 PyMethodDef enter_def = {"__enter__", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(enter)), METH_FASTCALL, nullptr};
 PyMethodDef leave_def = {"__exit__", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(leave)), METH_FASTCALL, nullptr};
@@ -92,8 +114,8 @@ void adopt(py::object cls, py::object default_mark, Py_ssize_t mark) {
   known.default_mark = default_mark.release().ptr();
   known.mark = mark;
   auto* type = reinterpret_cast<PyTypeObject*>(cls.ptr());
-  cls.attr("__enter__") = py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &enter_def));
-  cls.attr("__exit__") = py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &leave_def));
+  cls.attr("__enter__") = made(py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &enter_def)), "a method");
+  cls.attr("__exit__") = made(py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &leave_def)), "a method");
 }
 
 // Make this thread's lists known, and return the function that writes into its scopes; they are known as long as it lives.
@@ -101,7 +123,7 @@ py::object attach(py::object entries, py::object scopes, py::object casts) {
   auto attached = in_capsule(new Attached(std::move(entries), scopes, std::move(casts)), kAttached);
   for (Py_ssize_t i = 0; i < kDevices; ++i)
     if (mirror(i, PyList_GET_ITEM(scopes.ptr(), i)) < 0) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&put_def, attached.ptr()));
+  return made(py::reinterpret_steal<py::object>(PyCFunction_New(&put_def, attached.ptr())), "a function");
 }
 
 void set_carriers(const std::vector<int>& keys, py::object first) {
@@ -164,24 +186,22 @@ bool serves(const Tensor& tensor, const Tensor& low) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
   python().names = {name("_spec"), name("ready"), name("device"), name("version"), name("core"), name("clear")};
-  py::class_<Table, std::shared_ptr<Table>>(m, "Table").def(py::init<int64_t>());
-  py::enum_<Code>(m, "Code")
-      .value("outside", kOutside).value("below", kBelow).value("lower", kLower).value("float32", kFloat32)
-      .value("set_dtype", kSetDtype).value("promote", kPromote).value("as_called", kAsCalled).value("python", kPython);
-  py::class_<Device>(m, "Device").def(py::init([](int index, int key, const std::string& type, bool has_streams, size_t capture) {
-    return Device{index, static_cast<DispatchKey>(key), c10::Device(type).type(), has_streams,
-                  reinterpret_cast<int (*)(void*, int*)>(capture)};
-  }));
-  py::class_<Installed>(m, "Installed").def("_destroy", &Installed::destroy);
-  m.def("install", [](const std::string& name, const Device& device, int number, bool keeps, std::vector<std::string> held, py::object kernel) {
-    return install(name, device, {number, keeps, std::move(held)}, std::move(kernel));
+  m.attr("codes") = codes();
+  m.def("table", &table);
+  m.def("device", &device);
+  m.def("install", [](const std::string& name, py::capsule device, int number, bool keeps, std::vector<std::string> held, py::object kernel) {
+    return in_capsule(
+        install(name, from_capsule<Device>(device, kDevice), {number, keeps, std::move(held)}, std::move(kernel)).release(), kInstalled);
   });
+  m.def("destroy", [](py::capsule installed) { from_capsule<Installed>(installed, kInstalled).destroy(); });
   m.def("scope", &scope);
   m.def("spec", &spec);
   m.def("set_types", &set_types);
+  m.def("set_dtypes", &set_dtypes);
   m.def("set_carriers", &set_carriers);
-  m.def("set_asked", [](py::object rows, py::object kind, py::object mirror, py::object viewable) {
+  m.def("set_asked", [](py::object rows, py::object kind, py::object mirror, py::object viewable, py::object key_set) {
     kinds.ask_viewable = viewable.release();
+    settings().key_set = key_set.release();
     settings().ask = rows.release();
     settings().mirror = mirror.release();
     kinds.ask = kind.release();
