@@ -2,8 +2,8 @@
 
 A call is seen as it was made, then those that it is made of: ``linear``, the casts that its rule asks for, and
 ``addmm``. What a kernel calls below autograd is its own affair, since it may work on memory that holds nothing yet.
-Calls of backward passes that begin while calls are watched are seen too, on whatever thread they run. Compiled graphs
-are not seen into. A region, autograd and the modes find what they would find without.
+Calls of backward passes that begin while calls are watched are seen too, on whatever thread they run. Compiled code
+runs, and is compiled, as if nobody watched. A region, autograd and the modes find what they would find without.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch._C import _TorchDispatchModeKey as ModeKey
+from torch._guards import TracingContext
 from torch._ops import OpOverload
 
 from ..devices.fallthroughs import has_kernel
@@ -23,6 +25,7 @@ from ..devices.registry import devices_in_use
 from ..errors import MpampError
 from ..probing import outside
 from ..rules.eligibility import find_overload, overload_name
+from .compiledcode import CompiledCalls, compiled_calls_followed, is_in_compiled_code
 from .resolving import resolve
 
 __all__ = ["Around", "unwatched", "watch_calls"]
@@ -34,8 +37,13 @@ Around = Callable[[OpOverload, "tuple[Any, ...]", "dict[str, Any]", Run], Any]
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 """The one key above autocast and autograd that torch gives no meaning: no tensor has it, and no mode of torch's."""
 _KEY = torch._C._dispatch_key_parse(_KEY_NAME)
-_UNSEEN = frozenset({"aten::detach"})
-"""What torch makes a Python object of a class from (a Parameter, a FakeTensor): it must not have one yet."""
+_UNSEEN = frozenset(
+    {"aten::alias", "aten::detach", "aten::empty.memory_format", "aten::lift_fresh", "aten::to.device"}
+)
+"""What torch makes a Python object of a class from (a Parameter, a FakeTensor, a subclass): it must not have one yet.
+
+What they are made of is seen.
+"""
 _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 _AUTOCAST = functools.reduce(
     operator.or_,
@@ -46,6 +54,7 @@ _AUTOCAST = functools.reduce(
     ),
 )
 _set_included = torch._C._dispatch_tls_set_dispatch_key_included
+_get_mode = torch._C._get_dispatch_mode
 
 
 class _Watcher:
@@ -80,10 +89,11 @@ def _serve_all_ops() -> None:
 
 
 @contextlib.contextmanager
-def watch_calls(around: Around, give_way: Callable[[], None] | None = None) -> Iterator[None]:
+def watch_calls(around: Around, give_way: Callable[[], None] | None = None) -> Iterator[CompiledCalls]:
     """Have ``around`` called in the place of every call that this thread, and its backward passes, make.
 
-    What it calls itself is seen as well: see ``unwatched``.
+    What it calls itself is seen as well: see ``unwatched``. Gives the count of calls of compiled code, which is not
+    seen into.
 
     Args:
         around: What is called.
@@ -107,12 +117,26 @@ def watch_calls(around: Around, give_way: Callable[[], None] | None = None) -> I
             raise MpampError("calls are being watched already: one of find_overflow and search_precision at a time.")
         _serve_all_ops()
         _Watcher.around, _Watcher.give_way = around, give_way
-    _set_included(_KEY, True)
+    compiled = CompiledCalls(_step_aside)
     try:
-        yield
+        with compiled_calls_followed(compiled):
+            _set_included(_KEY, not is_in_compiled_code())
+            yield compiled
     finally:
         _set_included(_KEY, False)
         _Watcher.around = _Watcher.give_way = None
+
+
+def _step_aside() -> Callable[[], None]:
+    """Have compiled code run unseen on this thread; its guards know of the key."""
+    around, was_included = _Watcher.around, torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+    _set_included(_KEY, False)
+
+    def come_back() -> None:
+        if was_included and _Watcher.around is around:
+            _set_included(_KEY, True)
+
+    return come_back
 
 
 @contextlib.contextmanager
@@ -150,9 +174,16 @@ def _call(op: OpOverload, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
             if is_whole:
                 _set_included(_KEY, True)
 
-    if around is None or torch._C._functorch.maybe_current_level() is not None:
+    if around is None or torch._C._functorch.maybe_current_level() is not None or _is_traced():
         return run()
     return around(op, args, kwargs, run)
+
+
+def _is_traced() -> bool:
+    """Tell whether calls are written into a program, or made of tensors without values: backward passes are, late."""
+    if TracingContext.try_get() is not None:
+        return True
+    return any(_get_mode(key) is not None for key in (ModeKey.PROXY, ModeKey.FUNCTIONAL, ModeKey.FAKE))
 
 
 @functools.cache

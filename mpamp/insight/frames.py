@@ -77,8 +77,14 @@ def deciding(frames: Sequence[Frame]) -> str | None:
     return None
 
 
+_CASTS = frozenset({"to", "_to_copy", "copy", "copy_", "clone", "detach", "alias", "_autocast_to_reduced_precision"})
+"""What code says of these is done whatever a rule says."""
+
+
 @functools.lru_cache(maxsize=4096)
 def _can_run_in_float32(op: str) -> bool:
+    if op in _CASTS:
+        return False
     try:
         OpTable({op: "fp32"})
     except MpampError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-__all__ = ["ModulePaths"]
+__all__ = ["ModulePaths", "unwarned_of_hooks"]
+
+_OF_HOOKS = "Using `torch.compile\\(module\\)` when there are global hooks"
 
 
 class _Stack(threading.local):
@@ -60,11 +63,15 @@ class ModulePaths:
         """Follow the modules that run; tell when the outermost call of the model begins, and its output at its end."""
 
         def enter(module: torch.nn.Module, _: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # a program holds what was traced, not who followed
             if begins is not None and module is self.model and self.model not in self._stack.modules:
                 begins()
             self._stack.modules.append(module)
 
         def leave(module: torch.nn.Module, _: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             stack = self._stack.modules
             if module in stack:  # one that began before this did is not
                 while stack.pop() is not module:
@@ -74,11 +81,24 @@ class ModulePaths:
 
         handles = (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True))
         try:
-            yield
+            with unwarned_of_hooks():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
             self._stack.modules.clear()
+
+
+@contextlib.contextmanager
+def unwarned_of_hooks() -> Iterator[None]:
+    """Have torch not warn of hooks on all modules: one is called for what ``torch.compile`` gives too, without harm."""
+    warnings.filterwarnings("ignore", _OF_HOOKS)
+    mine: Any = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if mine in warnings.filters:  # else the script has made filters of its own
+            warnings.filters.remove(mine)  # type: ignore[attr-defined]
 
 
 def _storage(tensor: Tensor) -> int | None:

@@ -141,7 +141,7 @@ class OverflowFinder:
         ]
         names = [name for name, _ in self.model.named_parameters() if name in self._gradients]
         bad = tuple(name for name in names if not values.is_finite(self._gradients[name]))
-        overflow = values.overflow([*self._ends, *sinks, *self._gradients.values()], scale)
+        overflow = values.overflow([*self._ends, *sinks, *self._gradients.values()])
         least = self._least_share
         underflows = () if least is None else values.underflows(self._gradients, self._lacks, least, scale)
         is_lower = scale is not None and scale_after is not None and scale_after < scale

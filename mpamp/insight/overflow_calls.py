@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +22,15 @@ from .lost_gradients import Given, Loss, LostGradients
 from .module_paths import ModulePaths
 from .overflow_measures import Identities, Measures, floats_in, plain_of, range_of
 
-__all__ = ["OpCall", "Recorder", "Seen"]
+__all__ = ["OpCall", "Recorder", "Seen", "widened"]
 
 Tensors = list[tuple[str, Tensor]]
 _METADATA = "mpamp.insight"
+T = TypeVar("T")
+_OVERWRITING = frozenset(
+    {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "set_"}
+)
+"""Ops whose first argument's values don't matter."""
 _UNWRITTEN = ("empty", "new_empty", "resize", "_resize")
 """Ops with results that nobody has written yet."""
 
@@ -39,6 +48,8 @@ class Seen:
     label: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    now: int | None = None
+    """The place of its range when a call took it, where another call had made it: it may have been written unseen."""
 
 
 @dataclass(slots=True)
@@ -60,6 +71,8 @@ class OpCall:
     is_differentiable: bool = False
     """Whether a loss may be made of its results."""
     loss: Loss | None = None
+    wide: int | None = None
+    """The place of the range of its results in float32, where it was run again so."""
 
 
 class _Stack(threading.local):
@@ -74,6 +87,12 @@ class Recorder:
         self.paths = paths
         self.keeps_whole = False
         """Whether gradients are kept as they would be without underflow."""
+        self.tries_alone = True
+        """Whether each call in a lower dtype is run again in float32, to know whether that would help."""
+        self.kept: tuple[int, str] | None = None
+        """The call whose arguments are kept when it comes: its place among the step's calls, and its op."""
+        self.problems: dict[str, None] = {}
+        """What couldn't be looked at, and why."""
         self.looks_for_underflow = looks_for_underflow
         self._stack = _Stack()
         self.begin()
@@ -93,6 +112,10 @@ class Recorder:
         self._writers: dict[int, OpCall] = {}
         self.names: dict[int, str] = {}
         """What a tensor that no call made is, by its number."""
+        self.given: set[int] = set()
+        """The model's own inputs, by their numbers."""
+        self.arguments: dict[str, Any] | None = None
+        """Of the call that was to be kept: copies, by their names."""
 
     # -- Calls -----------------------------------------------------------------------------------
 
@@ -109,23 +132,53 @@ class Recorder:
         makes_gradient = self.looks_for_underflow and _makes_gradient()
         slots = op._schema.arguments
         named = [(slots[i].name, a) for i, a in enumerate(args)] + list(kwargs.items())
-        with unwatched():
-            given = _plain([(f"{label}{rest}", t) for label, value in named for rest, t in floats_in(value)])
-            inputs = [seen for label, t in given if (seen := self.see(t, label)) is not None]
-            before = self.lost.before(op, args, kwargs) if makes_gradient else None
+        inputs = self.looked(lambda: self._inputs(op, name, named)) or []
+        before = self.looked(lambda: self.lost.before(op, args, kwargs)) if makes_gradient else None
         result = run()
         made = floats_in(result)
         if not made or name.partition("::")[2].startswith(_UNWRITTEN):
             return result
-        with unwatched():
-            self._take(op, name, before, named, inputs, _plain(made))
+        self.looked(lambda: self._take(op, name, (args, kwargs), before, named, inputs, _plain(made)))
         if any(tensor.requires_grad for _, tensor in made):
             self.used.update(seen.number for seen in inputs)
-        self._sign(made)
+        self.looked(lambda: self._sign(made), is_watched=True)
         return result
 
+    def looked(self, look: Callable[[], T], *, is_watched: bool = False) -> T | None:
+        """Look at something; None if that fails, for what is looked at is a script that runs without it."""
+        try:
+            with contextlib.nullcontext() if is_watched else unwatched():
+                return look()
+        except Exception as error:
+            self.problems[f"{type(error).__name__}: {error}".partition("\n")[0]] = None
+            return None
+
+    def _inputs(self, op: OpOverload, name: str, named: list[tuple[str, Any]]) -> list[Seen]:
+        """Measure what a call takes; memory that it only writes to is none of that."""
+        written = _written_over(op)
+        if self.kept == (len(self.calls), name):
+            self.arguments = {label: _copied(value) for label, value in named}
+        taken = [(label, value) for label, value in named if label not in written]
+        given = _plain([(f"{label}{rest}", t) for label, value in taken for rest, t in floats_in(value)])
+        return [seen for label, t in given if (seen := self._see_at_use(t, label)) is not None]
+
+    def _see_at_use(self, tensor: Tensor, label: str) -> Seen | None:
+        count = len(self.seen)
+        seen = self.see(tensor, label)
+        if seen is None or seen.number >= count or self.seen[seen.number][1] is None:
+            return seen
+        found = range_of(tensor)
+        return seen if found is None else dataclasses.replace(seen, now=self.measures.add(*found))
+
     def _take(
-        self, op: OpOverload, name: str, before: Given | None, named: Any, inputs: list[Seen], made: Tensors
+        self,
+        op: OpOverload,
+        name: str,
+        arguments: tuple[Any, Any],
+        before: Given | None,
+        named: Any,
+        inputs: list[Seen],
+        made: Tensors,
     ) -> None:
         # What was written to is new, though in inference mode no counter of versions goes up.
         is_known = {label: self._identities.key(tensor) in self._numbers for label, tensor in made}
@@ -135,6 +188,8 @@ class Recorder:
         call = self._call(name, inputs, named)
         if before is not None:
             call.loss = self.lost.after(op, before, fresh)
+        if self.tries_alone and not op._schema.is_mutable:
+            call.wide = self._alone(op, *arguments, fresh)
         call.outputs = [s for label, t in fresh if (s := self.see(t, label, call)) is not None]
         storages = (self._identities.storage(tensor) for _, tensor in fresh)
         self._writers.update({storage: call for storage in storages if storage is not None})
@@ -160,7 +215,30 @@ class Recorder:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.metadata.setdefault(_METADATA, producer)  # type: ignore[attr-defined]
 
+    def _alone(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], made: Tensors) -> int | None:
+        """Run a call again in float32, where it ran in a lower dtype; return the place of its results' range."""
+        tensors = [t for _, t in (*floats_in([args, kwargs]), *made)]
+        if not any(_is_lower(t.dtype) for t in tensors) or torch.Tag.nondeterministic_seeded in op.tags:
+            return None
+        try:
+            wide = op(*map(widened, args), **{name: widened(value) for name, value in kwargs.items()})
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):  # it has no float32 form
+            return None
+        ranges = [found for _, t in floats_in(wide) if (found := range_of(t)) is not None]
+        if not ranges:
+            return None
+        least = torch.stack([least.float() for least, _ in ranges]).amin()
+        return self.measures.add(least, torch.stack([greatest.float() for _, greatest in ranges]).amax())
+
     # -- Tensors -----------------------------------------------------------------------------------
+
+    def take_as_given(self, value: Any) -> None:
+        """Know that tensors are the model's inputs."""
+        for _, tensor in floats_in(value):
+            plain = plain_of(tensor)
+            seen = None if plain is None else self.see(plain, "input")
+            if seen is not None and self.seen[seen.number][1] is None:
+                self.given.add(seen.number)
 
     def see(self, tensor: Tensor, label: str, made_by: OpCall | None = None) -> Seen | None:
         """Measure a tensor, unless that was done; call it outside of what is watched."""
@@ -192,6 +270,37 @@ class Recorder:
 def _makes_gradient() -> bool:
     """Tell whether a call makes a gradient, and is not part of a recompute or of a graph of gradients."""
     return torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
+
+
+@functools.cache
+def _written_over(op: OpOverload) -> frozenset[str]:
+    """Return the arguments that a call writes to whatever they hold."""
+    slots = op._schema.arguments
+    written = [slot.name for slot in slots if slot.is_out]
+    if op._schema.name.partition("::")[2] in _OVERWRITING:
+        written.append(slots[0].name)
+    return frozenset(written)
+
+
+def _is_lower(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def widened(value: Any) -> Any:
+    """Return a call's argument such that it runs in float32 rather than in a lower dtype."""
+    if isinstance(value, Tensor):
+        return value.float() if _is_lower(value.dtype) else value
+    if isinstance(value, torch.dtype):
+        return torch.float32 if _is_lower(value) else value
+    if isinstance(value, list | tuple):
+        return type(value)([widened(item) for item in value])
+    return value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(tensors: Tensors) -> Tensors:

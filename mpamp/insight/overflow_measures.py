@@ -93,6 +93,8 @@ def range_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def plain_of(tensor: Tensor) -> Tensor | None:
     """Return the tensor whose values a tensor has: this rank's of a DTensor; None where there are none to look at."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
     plain = local_part(tensor)
     has_dispatch = type(plain).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return None if has_dispatch or plain.is_nested or plain.device.type == "meta" else plain
