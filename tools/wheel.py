@@ -26,14 +26,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLCHAIN: dict[str, Any] = runpy.run_path(str(ROOT / "mpamp/engine/compiled/toolchain.py"))
+SYMBOLS: dict[str, Any] = runpy.run_path(str(ROOT / "tools/symbols.py"))
 PREBUILT = "mpamp/engine/compiled/prebuilt"
 PACKAGED = ("mpamp", "setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 
 # The newest version of a symbol of each library that a manylinux tag allows: glibc's is the tag's own.
 _LIBSTDCXX = [((2, 17), (3, 4, 19)), ((2, 24), (3, 4, 22)), ((2, 28), (3, 4, 24)), ((2, 31), (3, 4, 28))]
 _LIBSTDCXX += [((2, 34), (3, 4, 29)), ((2, 35), (3, 4, 30)), ((2, 38), (3, 4, 31)), ((2, 39), (3, 4, 33))]
-REGISTRY = "pybind11::detail::type_caster_generic"
-"""Where pybind11 looks types of torch's up: an ABI of its own, which changes between versions of torch."""
 
 
 class WheelError(SystemExit):
@@ -127,9 +126,9 @@ def compile_one(torch: Path, out: Path, *, run: Callable[..., Any] = subprocess.
 
 def strip(library: Path) -> None:
     """Take out what isn't needed to load a library, once it is seen to look nothing of torch's up in pybind11."""
-    symbols = subprocess.run(["nm", "-C", library], capture_output=True, text=True, check=False).stdout
-    if REGISTRY in symbols:
-        raise WheelError(f"{library.name} looks types up in pybind11's registry ({REGISTRY}), which is torch's.")
+    lookups = SYMBOLS["lookups"](library)
+    if lookups:
+        raise WheelError(f"{library.name} looks types up in pybind11's registry, which is torch's: {lookups[0]}")
     subprocess.run(["strip", "-x" if sys.platform == "darwin" else "--strip-unneeded", library], check=True)
 
 
