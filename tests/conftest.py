@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import places
+from tests import combinations, places
 
 # Each worker of pytest-xdist would otherwise start as many threads as there are cores, and small ops crawl.
 torch.set_num_threads(1)
@@ -51,6 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if os.environ.get("MPAMP_ENGINE") == "compiled" else ():
         if item.get_closest_marker("python_engine") is not None:
             item.add_marker(skip)
+    combinations.choose(config, items)
     for item in items if "MPAMP_TEST_IPEX" in os.environ else ():
         if item.name in _OTHERWISE_BESIDE_IPEX:
             item.add_marker(pytest.mark.xfail(reason=_OTHERWISE_BESIDE_IPEX[item.name], strict=False))

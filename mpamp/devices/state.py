@@ -14,6 +14,7 @@ from ..locks import LOCK, turn
 from ..plugins.backend import Backend
 from ..rules.eligibility import find_overload
 from ..rules.optable import ANY_DEVICE, OpTable, Row
+from .fallthroughs import registrations
 from .keys import autocast_key
 
 __all__ = ["DeviceState"]
@@ -207,8 +208,9 @@ def _merged(device_type: str, plugins: Mapping[str, OpTable]) -> dict[str, Row]:
 
 def _unlisted(key_name: str, table: OpTable) -> dict[str, Row]:
     """Return a row without a policy for each kernel that torch, or a vendor, has and the table doesn't know."""
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(key_name)
-    return {n: Row(None, (), "torch") for n in names if n not in table and find_overload(n) is not None}
+    return {
+        n: Row(None, (), "torch") for n in registrations(key_name) if n not in table and find_overload(n) is not None
+    }
 
 
 def _is_imported(name: str) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch._ops import OpOverload
 
+from ..devices.fallthroughs import has_kernel
 from ..devices.registry import devices_in_use
 from ..errors import MpampError
 from ..rules.eligibility import find_overload, overload_name
@@ -166,7 +167,7 @@ def _has_autocast_kernel(op: OpOverload, keys: Any) -> bool:
     if under.raw_repr() == 0:
         return False
     key = under.highestPriorityTypeId()
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) and not _is_for_observers(op, key)
+    return has_kernel(op.name(), key) and not _is_for_observers(op, key)
 
 
 def _is_for_observers(op: OpOverload, key: Any) -> bool:

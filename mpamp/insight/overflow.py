@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -19,6 +20,7 @@ from .overflow_calls import Recorder
 from .overflow_causes import StepValues
 from .overflow_measures import floats_in, plain_of
 from .overflow_report import StepReport
+from .scale_search import Backward, with_scales
 
 __all__ = ["OverflowFinder", "find_overflow"]
 
@@ -48,6 +50,7 @@ class OverflowFinder:
         self._recorder = Recorder(ModulePaths(model), looks_for_underflow=least_share is not None)
         self._open: contextlib.ExitStack | None = None
         self._gradients: dict[str, int] = {}
+        self._lacks: dict[str, int] = {}
         self._ends: list[int] = []
         self._scale: int | None = None
         self._device = torch.device("cpu")
@@ -138,14 +141,15 @@ class OverflowFinder:
         names = [name for name, _ in self.model.named_parameters() if name in self._gradients]
         bad = tuple(name for name in names if not values.is_finite(self._gradients[name]))
         overflow = values.overflow([*self._ends, *sinks, *self._gradients.values()], scale)
-        underflows = () if self._least_share is None else values.underflows(self._gradients, self._least_share, scale)
+        least = self._least_share
+        underflows = () if least is None else values.underflows(self._gradients, self._lacks, least, scale)
         is_lower = scale is not None and scale_after is not None and scale_after < scale
         is_others = is_lower and not bad and overflow is None
         return StepReport(self.steps, overflow, bad, tuple(underflows), scale, is_others)
 
     def _reset(self) -> None:
         self._recorder.begin()
-        self._gradients, self._ends, self._scale = {}, [], None
+        self._gradients, self._lacks, self._ends, self._scale = {}, {}, [], None
 
     def _begin(self) -> None:
         if self._gradients:
@@ -165,6 +169,9 @@ class OverflowFinder:
                     self._scale = self._scale_now(grad.device)
                 plain = plain_of(grad)
                 seen = None if plain is None else self._recorder.see(plain, name)
+                lack = None if plain is None else self._recorder.lost.gradient(name, plain)
+            if lack is not None:
+                self._lacks[name] = lack
             if seen is not None:
                 self._gradients[name] = seen.number
 
@@ -199,8 +206,9 @@ def find_overflow(
         loss: Makes the loss of the model's output. None: only the forward pass is run.
         scaler: A GradScaler. Its scale is used, and named with each step that it skips; it isn't changed.
         region: Where the model and the loss run. None: the region around, else one of the model's device.
-        least_share: Name parameters of whose gradients so much became zero, from 0 to 1. None doesn't look: it takes
-            a second run, in float32, of each op of the backward pass.
+        least_share: Name parameters whose gradients are off by so much, from 0 to 1, because values on the way to them
+            were too small for a lower dtype. None doesn't look: that takes up to three more runs, in float32, of each
+            op of the backward pass. Loss scales that are named were run.
         kwargs: The model's keyword arguments.
 
     Example:
@@ -219,18 +227,46 @@ def find_overflow(
     )
     if region is None:
         region = autocast(device, enabled=True) if not torch.is_autocast_enabled(device) else None
-    params = [param for param in model.parameters() if param.requires_grad]
+    params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    finder._recorder.keeps_whole = True
     with finder:
         with contextlib.nullcontext() if region is None else region:
             output = model(*inputs, **kwargs)
             value = None if loss is None else loss(output)
             finder._see_output(value)
-        if value is not None and params:
-            if scaler is not None and scaler.is_enabled():
-                value = value * (scaler.get_scale() if scaler._scale is None else scaler._scale.to(value.device))
-            with autocast(device, enabled=False):
-                torch.autograd.grad(value, params, allow_unused=True)
+        if value is None or not params:
+            return finder
+        run = functools.partial(_backward, value, params, device)
+        scale = None if scaler is None or not scaler.is_enabled() else scaler.get_scale()
+        can_repeat = _run_once(run, 1.0 if scale is None else scale)
+        whole = finder._recorder.lost.whole
+    if can_repeat and finder.reports and whole is not None:
+        with contextlib.suppress(RuntimeError):  # a backward pass that can't be run twice: no scale is named
+            again = Backward(run, whole, scale or 1.0)
+            report = with_scales(finder.reports.pop(), again, least_share or 1.0)
+            finder.reports.extend([] if report.is_clean else [report])
     return finder
+
+
+def _backward(
+    loss: Tensor, params: dict[str, Tensor], device: str, scale: float, retain_graph: bool = True
+) -> dict[str, Tensor]:
+    """Run the backward pass of a loss times a scale; return the parameters' gradients."""
+    with autocast(device, enabled=False):
+        found = torch.autograd.grad(loss * scale, list(params.values()), allow_unused=True, retain_graph=retain_graph)
+    return {name: grad for name, grad in zip(params, found, strict=True) if grad is not None}
+
+
+def _run_once(run: Callable[..., Any], scale: float) -> bool:
+    """Run a backward pass; tell whether its graph is kept, to be run again. That of compiled code may not be."""
+    try:
+        run(scale)
+    except RuntimeError as error:
+        if "donated buffers" not in str(error):
+            raise
+        run(scale, retain_graph=False)
+        return False
+    return True
 
 
 def _tensors(*values: Any) -> list[Tensor]:

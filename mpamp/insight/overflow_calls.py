@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from dataclasses import dataclass, field
@@ -15,13 +14,13 @@ from torch._ops import OpOverload
 from ..engine.watching import Run, unwatched
 from ..rules.eligibility import overload_name
 from .frames import Frame, frame_of
+from .lost_gradients import Given, Loss, LostGradients
 from .module_paths import ModulePaths
 from .overflow_measures import Identities, Measures, floats_in, plain_of, range_of
 
-__all__ = ["Loss", "OpCall", "Recorder", "Seen"]
+__all__ = ["OpCall", "Recorder", "Seen"]
 
 Tensors = list[tuple[str, Tensor]]
-_LEAST = torch.finfo(torch.float32).smallest_normal
 _METADATA = "mpamp.insight"
 _UNWRITTEN = ("empty", "new_empty", "resize", "_resize")
 """Ops with results that nobody has written yet."""
@@ -40,17 +39,6 @@ class Seen:
     label: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """What became zero in lower precision and would not have in float32; places in the step's measures.
-
-    Five in a row from ``first``: the values that are zero in lower precision only, all that aren't zero in float32, the
-    smallest and the largest magnitude of the former, and the largest of the latter.
-    """
-
-    first: int
 
 
 @dataclass(slots=True)
@@ -84,6 +72,8 @@ class Recorder:
 
     def __init__(self, paths: ModulePaths, *, looks_for_underflow: bool) -> None:
         self.paths = paths
+        self.keeps_whole = False
+        """Whether gradients are kept as they would be without underflow."""
         self.looks_for_underflow = looks_for_underflow
         self._stack = _Stack()
         self.begin()
@@ -98,6 +88,7 @@ class Recorder:
         self.used: set[int] = set()
         """The tensors that a call of the forward pass took."""
         self._identities = Identities()
+        self.lost = LostGradients(self._identities, self.measures, self.keeps_whole)
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._writers: dict[int, OpCall] = {}
         self.names: dict[int, str] = {}
@@ -115,24 +106,26 @@ class Recorder:
             calls.pop()
 
     def _run(self, op: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
+        makes_gradient = self.looks_for_underflow and _makes_gradient()
         slots = op._schema.arguments
         named = [(slots[i].name, a) for i, a in enumerate(args)] + list(kwargs.items())
         with unwatched():
             given = _plain([(f"{label}{rest}", t) for label, value in named for rest, t in floats_in(value)])
             inputs = [seen for label, t in given if (seen := self.see(t, label)) is not None]
+            before = self.lost.before(op, args, kwargs) if makes_gradient else None
         result = run()
         made = floats_in(result)
         if not made or name.partition("::")[2].startswith(_UNWRITTEN):
             return result
         with unwatched():
-            self._take(op, name, (args, kwargs), named, inputs, _plain(made))
+            self._take(op, name, before, named, inputs, _plain(made))
         if any(tensor.requires_grad for _, tensor in made):
             self.used.update(seen.number for seen in inputs)
         self._sign(made)
         return result
 
     def _take(
-        self, op: OpOverload, name: str, arguments: tuple[Any, Any], named: Any, inputs: list[Seen], made: Tensors
+        self, op: OpOverload, name: str, before: Given | None, named: Any, inputs: list[Seen], made: Tensors
     ) -> None:
         # What was written to is new, though in inference mode no counter of versions goes up.
         is_known = {label: self._identities.key(tensor) in self._numbers for label, tensor in made}
@@ -140,8 +133,8 @@ class Recorder:
         if not fresh:
             return
         call = self._call(name, inputs, named)
-        if call.is_backward and self.looks_for_underflow:
-            call.loss = self._loss(op, arguments[0], arguments[1], fresh)
+        if before is not None:
+            call.loss = self.lost.after(op, before, fresh)
         call.outputs = [s for label, t in fresh if (s := self.see(t, label, call)) is not None]
         storages = (self._identities.storage(tensor) for _, tensor in fresh)
         self._writers.update({storage: call for storage in storages if storage is not None})
@@ -195,56 +188,11 @@ class Recorder:
         number = None if plain is None else self._numbers.get(self._identities.key(plain) or ())
         return None if number is None else self.seen[number][1]
 
-    def _loss(
-        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[tuple[str, Tensor]]
-    ) -> Loss | None:
-        """Run a call of the backward pass again in float32; measure what was lost."""
-        low = [(i, t) for i, (_, t) in enumerate(made) if _can_underflow(t.dtype) and t.numel()]
-        tensors = floats_in([args, kwargs])
-        if not low or op._schema.is_mutable or _is_no_arithmetic(op) or len(_plain(tensors)) < len(tensors):
-            return None
-        dtype = low[0][1].dtype
-        widen = functools.partial(_widened, lower=dtype)
-        try:
-            wide = floats_in(op(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()}))
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):  # it has no float32 form
-            return None
-        by_label = dict(wide)
-        pairs = [(by_label[label].abs(), made_one) for label, made_one in made if label in by_label]
-        pairs = [(w.float(), t) for w, t in pairs if t.dtype is dtype and w.shape == t.shape and t.numel()]
-        if not pairs:
-            return None
-        is_lost = [(w != 0) & (t == 0) for w, t in pairs]
-        lost = torch.stack([f.sum() for f in is_lost]).sum()
-        alive = torch.stack([(w != 0).sum() for w, _ in pairs]).sum()
-        most = torch.finfo(torch.float32).max
-        least = torch.stack([torch.where(f, w, most).amin() for f, (w, _) in zip(is_lost, pairs, strict=True)]).amin()
-        largest = torch.stack([torch.where(f, w, 0).amax() for f, (w, _) in zip(is_lost, pairs, strict=True)]).amax()
-        greatest = torch.stack([w.amax() for w, _ in pairs]).amax()
-        return Loss(self.measures.add(lost, alive, least, largest, greatest))
 
-
-@functools.cache
-def _can_underflow(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and torch.finfo(dtype).smallest_normal > _LEAST
-
-
-@functools.cache
-def _is_no_arithmetic(op: OpOverload) -> bool:
-    """Tell whether a call only hands its input's values on, or draws random ones."""
-    is_view = any(a.alias_info is not None for a in op._schema.returns)
-    return is_view or torch.Tag.nondeterministic_seeded in op.tags
+def _makes_gradient() -> bool:
+    """Tell whether a call makes a gradient, and is not part of a recompute or of a graph of gradients."""
+    return torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
 
 
 def _plain(tensors: Tensors) -> Tensors:
     return [(label, plain) for label, tensor in tensors if (plain := plain_of(tensor)) is not None]
-
-
-def _widened(value: Any, lower: torch.dtype) -> Any:
-    if value is lower:
-        return torch.float32
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype is lower else value
-    if isinstance(value, list | tuple):
-        return type(value)(_widened(item, lower) for item in value)
-    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from .frames import deciding, plain_name
 from .overflow_calls import OpCall, Recorder, Seen
 from .overflow_measures import Range
-from .overflow_report import Overflow, TensorRange, Underflow, plain
+from .overflow_report import Overflow, TensorRange, Underflow
 
 __all__ = ["StepValues"]
 
@@ -106,7 +105,6 @@ class StepValues:
         lower = self._lower_dtype(call)
         rule_op = deciding(decided_in.around) if lower is not None else None
         rule = {} if rule_op is None else {rule_op: "fp32"}
-        fits = self._fitting_scale(call, scale)
         return Overflow(
             rule_op or _named(decided_in),
             call.op,
@@ -117,8 +115,7 @@ class StepValues:
             self._shown(call.outputs),
             self._made_by(call),
             rule,
-            _advice(call, rule, lower, fits),
-            fits,
+            _advice(call, rule, lower),
         )
 
     def _decided_in(self, call: OpCall) -> OpCall:
@@ -136,14 +133,6 @@ class StepValues:
         """Return the lower dtype that a call's values went through, or None."""
         found = [seen.dtype for seen in (*call.outputs, *call.inputs)]
         return next((d for d in found if d.is_floating_point and d.itemsize < 4), None)
-
-    def _fitting_scale(self, call: OpCall, scale: float | None) -> float | None:
-        if call.loss is None:
-            return None
-        greatest = self._values[call.loss.first + 4]
-        if not 0 < greatest < math.inf:
-            return None
-        return _power_of_two_below((scale or 1.0) * torch.finfo(call.outputs[0].dtype).max / greatest)
 
     def _made_by(self, call: OpCall) -> str | None:
         """Name what made a value that a cast could not hold."""
@@ -174,51 +163,46 @@ class StepValues:
 
     # -- Underflow ---------------------------------------------------------------------------------
 
-    def underflows(self, gradients: dict[str, int], least_share: float, scale: float | None) -> list[Underflow]:
-        """Return the parameters of whose gradients so much was lost, the worst first."""
-        shares: dict[int, tuple[float, OpCall]] = {}
-        """By a tensor: how much of what it is made of was lost, and the call that lost most of that."""
-        worst: dict[int, float] = {}
-        largest = math.inf
-        for call in self._calls:
-            if not call.is_backward:
-                continue
-            own = 0.0
-            if call.loss is not None:
-                lost, alive, _, _, greatest = self._values[call.loss.first : call.loss.first + 5]
-                own = lost / alive if alive else 0.0
-                if 0 < greatest < math.inf:
-                    largest = min(largest, torch.finfo(call.outputs[0].dtype).max / greatest)
-            before = max((shares[s.number] for s in call.inputs if s.number in shares), key=_first, default=None)
-            share = own if before is None else 1 - (1 - own) * (1 - before[0])
-            if share == 0:
-                continue
-            culprit = call if before is None or own >= worst[id(before[1])] else before[1]
-            worst[id(culprit)] = max(own, worst.get(id(culprit), 0.0)) if culprit is call else worst[id(culprit)]
-            shares.update({seen.number: (share, culprit) for seen in call.outputs})
-        found = [
-            self._lost(name, *shares[number], largest, scale)
-            for name, number in gradients.items()
-            if shares.get(number, (0.0, None))[0] >= least_share
-        ]
+    def underflows(
+        self, gradients: dict[str, int], lacks: dict[str, int], least_share: float, scale: float | None
+    ) -> list[Underflow]:
+        """Return the parameters whose gradients lack so much, the worst first.
+
+        Args:
+            gradients: By a parameter's name: the number of its gradient.
+            lacks: By its name: the place of the norm of what its gradient lacks, and of the gradient as it would be.
+            least_share: Of the former over the latter.
+            scale: The loss scale.
+        """
+        culprits = self._culprits()
+        found = []
+        for name, place in lacks.items():
+            lack, whole = self._values[place : place + 2]
+            share = min(1.0, lack / whole) if whole else 0.0
+            if share >= least_share and (culprit := culprits.get(gradients[name])) is not None:
+                found.append(self._lost(name, share, culprit, scale))
         return sorted(found, key=lambda underflow: -underflow.share)
 
-    def _lost(self, name: str, share: float, call: OpCall, largest: float, scale: float | None) -> Underflow:
-        assert call.loss is not None
-        dtype, least = call.outputs[0].dtype, self._values[call.loss.first + 2]
-        used = scale or 1.0
+    def _culprits(self) -> dict[int, OpCall]:
+        """Return, by a tensor's number, the call that most of what it lacks was lost in."""
+        lost: dict[int, tuple[float, OpCall]] = {}
+        for call in self._calls:
+            before = max((lost[s.number] for s in call.inputs if s.number in lost), key=_first, default=None)
+            if call.loss is not None:
+                own, through, whole = self._values[call.loss.first : call.loss.first + 3]
+                if before is None or own > through:
+                    before = (own / whole if whole else 0.0, call)
+                elif whole:
+                    before = (through / whole, before[1])
+            if before is not None and before[0] > 0:
+                lost.update({seen.number: before for seen in call.outputs})
+        return {number: call for number, (_, call) in lost.items()}
+
+    def _lost(self, name: str, share: float, call: OpCall, scale: float | None) -> Underflow:
         forward = self._decided_in(call)
         rule_op = deciding(forward.around)
-        return Underflow(
-            name,
-            share,
-            rule_op or _named(forward),
-            forward.module,
-            used,
-            _power_of_two_above(used * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / least),
-            _power_of_two_below(used * largest),
-            {} if rule_op is None else {rule_op: "fp32"},
-        )
+        rule = {} if rule_op is None else {rule_op: "fp32"}
+        return Underflow(name, share, rule_op or _named(forward), forward.module, scale or 1.0, rule)
 
 
 def _first(pair: tuple[float, OpCall]) -> float:
@@ -237,19 +221,7 @@ def _named(call: OpCall) -> str:
     return plain_name(call.around[0].op)
 
 
-def _advice(call: OpCall, rule: dict[str, str], lower: torch.dtype | None, fits: float | None) -> str:
+def _advice(call: OpCall, rule: dict[str, str], lower: torch.dtype | None) -> str:
     if lower is None:
         return "it ran in float32, so that no rule helps: look at its inputs' ranges."
-    by_rule = (
-        f"ops={rule!r}" if rule else "float32 for it: no rule decides it, since autocast was off or it is in place"
-    )
-    by_scale = "" if fits is None else f", or a loss scale of at most {plain(fits)}"
-    return by_rule + by_scale
-
-
-def _power_of_two_above(value: float) -> float:
-    return 2.0 ** math.ceil(math.log2(value)) if 0 < value < math.inf else value
-
-
-def _power_of_two_below(value: float) -> float:
-    return 2.0 ** math.floor(math.log2(value)) if 0 < value < math.inf else value
+    return f"ops={rule!r}" if rule else "float32 for it: no rule decides it, since autocast was off or it is in place"

@@ -126,6 +126,10 @@ class Identities:
         version = 0 if tensor.is_inference() else tensor._version
         return (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version)
 
+    def is_gone(self, storage: int) -> bool:
+        """Tell whether nobody has a storage's memory any more."""
+        return bool(self._storages[storage].expired())
+
     def storage(self, tensor: Tensor) -> int | None:
         """Return what tells the tensor's memory from other memory."""
         if tensor.layout is not torch.strided:

@@ -43,7 +43,8 @@ class Overflow:
         made_by: What made the value that didn't fit, where a cast was too much.
         rule: What to give ``ops=`` to have it run in float32; empty where no rule can help.
         advice: In words.
-        fitting_scale: Of an overflow in a backward pass in lower precision: the largest loss scale that fits there.
+        fitting_scale: The largest power of two as a loss scale with which the backward pass ran without an inf or NaN
+            in a gradient; None where none was found, or where it couldn't be run again.
     """
 
     op: str
@@ -74,13 +75,15 @@ class Underflow:
 
     Attributes:
         parameter: Its name in the model.
-        share: How much of what its gradient is made of became zero on the way, from 0 to 1.
-        op: Where most of it did: what that call is the derivative of.
+        share: The norm of what its gradient lacks, over that of the gradient as it would be: 0.1 is a tenth off.
+            Exact zeros and rounding are no underflow.
+        op: Where most of that was lost: what that call is the derivative of.
         module: That op's.
         scale: The loss scale of the step; 1 without a scaler.
-        scale_to_keep: The least power of two that keeps all that was lost there.
-        largest_scale: The largest power of two that overflows nowhere in this backward pass.
-        rule: What to give ``ops=`` where no scale can keep it.
+        rule: The op's, for ``ops=``: it has it run in float32.
+        scale_to_keep: The least power of two with which the backward pass was run again and lost of no parameter more
+            than was asked for, those aside that no scale keeps; None if it is one of these, or nothing was run again.
+        largest_scale: The largest power of two with which it ran without an inf or NaN; None as above.
     """
 
     parameter: str
@@ -88,19 +91,25 @@ class Underflow:
     op: str
     module: str | None
     scale: float
-    scale_to_keep: float
-    largest_scale: float
     rule: dict[str, str]
+    scale_to_keep: float | None = None
+    largest_scale: float | None = None
 
     def __str__(self) -> str:
         where = f"{self.op} in {self.module}" if self.module else self.op
         found = (
-            f"{self.parameter}: {self.share:.1%} lost, most of it at {where} with a loss scale of {plain(self.scale)}; "
+            f"{self.parameter}: {self.share:.1%} lost, most of it at {where} with a loss scale of {plain(self.scale)}"
         )
-        if self.scale_to_keep <= self.largest_scale:
-            return found + f"{plain(self.scale_to_keep)} keeps it"
-        remedy = f"ops={self.rule!r}" if self.rule else "bfloat16"
-        return found + f"no scale keeps all ({plain(self.largest_scale)} is the most that fits): try {remedy}"
+        return f"{found}; {self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """What to do, in words: numbers are of scales that were run."""
+        if self.scale_to_keep is not None:
+            return f"{plain(self.scale_to_keep)} keeps it"
+        if self.largest_scale is not None:
+            return f"no scale keeps it ({plain(self.largest_scale)} is the most that fits): try bfloat16"
+        return "a larger scale may keep it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +170,10 @@ def plain(scale: float) -> str:
     """Return a scale as people write it.
 
     Example:
-        >>> plain(2.0**24), plain(2.0**-3)
-        ('16777216', '0.125')
+        >>> plain(2.0**24), plain(2.0**-3), plain(1.5)
+        ('16777216', '0.125', '1.5')
     """
-    return f"{scale:.0f}" if 1 <= scale < 1e12 else f"{scale:g}"
+    return f"{scale:.0f}" if 1 <= scale < 1e12 and scale.is_integer() else f"{scale:g}"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..devices.registry import device_state
+from ..engine.marks import CARRIERS
 from ..errors import MpampError
 from ..plugins.manager import BUILTIN
 
@@ -54,6 +55,8 @@ class Target:
 
     def present_type(self, value: Any) -> Any:
         """Return the device type for the name of an absent one, as arguments called ``device_type`` have it."""
+        if value in CARRIERS.names:  # compiled code enters them with a mark; to ask for such a device puts it into use
+            return value
         found = self.present(value)
         return found.type if found is self.device else found
 

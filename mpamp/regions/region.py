@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from ..devices.listeners import LISTENERS
 from ..devices.registry import device_state
 from ..engine import BEFORE_FIRST_INSTALL, install
 from ..engine.casts.cache import PERSISTENT_CACHE, REGION_CACHE
@@ -41,6 +42,7 @@ from ..errors import MpampWarning, RegionError, UnsupportedDtypeError
 from ..rules.optable import OpTable
 from .carrying import serve_autograd
 from .decorating import decorate
+from .dynamo import is_known_to_dynamo, serve_dynamo
 from .programs import contexts_of
 from .threads import serve_data_parallel
 
@@ -208,7 +210,8 @@ def autocast(
             raise TypeError("device and device_type are two names of one argument: give one of them.")
         device = device_type
     if is_dynamo_compiling():
-        return traced(traced_contexts(device, dtype, enabled, ops))  # type: ignore[return-value]
+        region = _traced_region(device, dtype, enabled, cache_enabled, ops, persistent_cache)
+        return traced(traced_contexts(device, dtype, enabled, ops)) if region is None else region  # type: ignore[return-value]
     if device is None:
         device = _device_type(None)
     if cache_enabled is None:
@@ -422,6 +425,18 @@ class Region:
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, self._spec.args
 
+    def __eq__(self, other: object) -> bool:
+        """Tell whether both mean the same under the rules of now: Dynamo guards on regions by value."""
+        return self is other or (isinstance(other, Region) and self._value() == other._value())
+
+    def __hash__(self) -> int:
+        return hash((self._spec.type, self._spec.dtype, self._spec.enabled))
+
+    def _value(self) -> tuple[Any, ...]:
+        spec = self._spec
+        _, _, _, cache, ops, persistent = spec.args
+        return spec.type, spec.dtype, spec.enabled, bool(cache), _contents(ops), bool(persistent)
+
     def __repr__(self) -> str:
         spec = self._spec
         state = str(spec.dtype) if spec.enabled else "disabled"
@@ -472,9 +487,23 @@ if CHECKS_REGIONS:
 @run_while_tracing
 def traced_contexts(device: str | torch.device | None, dtype: torch.dtype | None, enabled: bool, ops: Ops) -> Contexts:
     """Return the torch.autocast regions that carry a region of ours through a program."""
-    spec = _region_of(device, dtype, enabled, True, ops, False)._spec
+    return _contexts_of(_region_of(device, dtype, enabled, True, ops, False))
+
+
+@run_while_tracing
+def _traced_region(device: Any, dtype: Any, enabled: Any, cache: Any, ops: Ops, persistent: bool) -> Region | None:
+    """Return a region as a constant of the program that is being made; None where Dynamo can't be told what it is."""
+    region = _region_of(_device_type(device), dtype, enabled, cache is None or cache, ops, persistent)
+    return region if is_known_to_dynamo() else None
+
+
+def _contexts_of(region: Region) -> Contexts:
+    spec = region._spec
     if spec.version != spec.device.version:
         spec = _Spec(*spec.args)
     if not spec.enabled:
         return ((spec.device.type, spec.device.backend.default_dtype, False),)
     return contexts_of(spec.device, spec.table, spec.dtype)
+
+
+LISTENERS.before_first_use.append(lambda: serve_dynamo(Region, _contexts_of))

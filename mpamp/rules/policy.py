@@ -11,11 +11,14 @@ from ..errors import BannedOpError, UnknownPolicyError, nearest
 
 __all__ = ["CASTABLE", "RAISING", "CastPolicy", "target_dtype"]
 
-_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 CASTABLE: frozenset[torch.dtype] = frozenset(
     getattr(torch, name) for name in ("float32", "float16", "bfloat16", *_FLOAT8) if hasattr(torch, name)
 )
-"""Dtypes that autocast may change: the floating ones other than float64."""
+"""Dtypes that autocast may change: the floating ones, as in torch, other than float64 and those that torch can't cast.
+
+The compiled engine is given this list. Source: ``is_eligible`` of ``aten/src/ATen/autocast_mode.h``.
+"""
 
 
 class CastPolicy(str, Enum):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..errors import AmpNotImplementedError, AmpUsageError
 from ..masters import LOW
 
-__all__ = ["Bucket", "FusedOptimizer", "corrections", "lr_on_device", "refuse_amsgrad"]
+__all__ = ["Bucket", "FusedOptimizer", "corrections", "device_of", "lr_on_device", "refuse_amsgrad"]
 
 
 class Bucket:
@@ -72,6 +72,8 @@ class FusedOptimizer(Optimizer):
         self._refuse_sparse()
         self._before_groups()
         for group in self.param_groups:
+            if not group["params"]:
+                continue
             self._count(group)
             for bucket in self._buckets(group):
                 self._update(group, bucket)
@@ -152,9 +154,15 @@ def corrections(group: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def lr_on_device(group: dict[str, Any]) -> None:
-    """Have a group's learning rate be a float32 tensor of its own, on the device of its parameters."""
-    device = group["params"][0].device
+    """Have a group's learning rate be a float32 tensor of its own, on the device of its parameters, if it has any."""
+    device = device_of(group)
     group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
+
+
+def device_of(group: dict[str, Any]) -> torch.device:
+    """Return the device of a group's first parameter; torch's default for a group that has none."""
+    params = group["params"]
+    return params[0].device if params else torch.get_default_device()
 
 
 def refuse_amsgrad(optimizer: object, amsgrad: bool) -> None:

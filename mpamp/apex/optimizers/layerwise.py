@@ -8,7 +8,7 @@ import torch
 
 from ..errors import AmpValueError
 from ..masters import LOW
-from .base import Bucket, FusedOptimizer, corrections, lr_on_device, refuse_amsgrad
+from .base import Bucket, FusedOptimizer, corrections, device_of, lr_on_device, refuse_amsgrad
 from .moments import global_norm, grad_norms, lamb_, novograd_
 
 __all__ = ["FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad"]
@@ -156,7 +156,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         lr_on_device(group)
-        group["step"] = torch.tensor([self._first], dtype=torch.int32, device=group["params"][0].device)
+        group["step"] = torch.tensor([self._first], dtype=torch.int32, device=device_of(group))
 
     def _has_masters(self, dtype: torch.dtype) -> bool:
         return dtype is self.reduced_precision_dtype and dtype in LOW

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.adagrad import adagrad
+from torch.optim.optimizer import required
 from torch.optim.sgd import sgd
 
 from ..errors import AmpValueError
@@ -19,7 +21,7 @@ class FusedSGD(FusedOptimizer):
 
     Args:
         params: Parameters, or groups of them.
-        lr: Learning rate.
+        lr: Learning rate; may be left out where every group says its own.
         momentum: Momentum.
         dampening: How much less of the gradient goes into the momentum.
         weight_decay: Weight decay, added to the gradient.
@@ -31,6 +33,7 @@ class FusedSGD(FusedOptimizer):
 
     Raises:
         AmpValueError: A negative value, or ``nesterov`` without momentum or with dampening.
+        ValueError: A group says no ``lr``, and none is given for all.
 
     Example:
         >>> p = torch.ones(2, requires_grad=True)
@@ -44,7 +47,7 @@ class FusedSGD(FusedOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float,
+        lr: float | Tensor = required,  # type: ignore[assignment]
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -54,7 +57,7 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
     ) -> None:
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if value < 0.0:
+            if value is not required and value < 0.0:
                 raise AmpValueError(f"FusedSGD: {name} can't be negative, got {value}.")
         if nesterov and (momentum <= 0 or dampening != 0):
             raise AmpValueError("FusedSGD: nesterov needs a momentum above 0 and a dampening of 0.")

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._ops import OpOverload
 
+from ...devices.fallthroughs import has_kernel, let_through, let_through_new, registrations
 from ...devices.listeners import LISTENERS
 from ...devices.registry import DeviceState, devices_in_use
 from ...locks import LOCK, burst
@@ -56,8 +57,7 @@ _planned: dict[str, WeakKeyDictionary[OpTable, dict[torch.dtype, bool]]] = {}
 
 def native_ops(device: DeviceState) -> set[str]:
     """Return the overloads that have a kernel at the device's Autocast key that isn't ours."""
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(device.key_name)
-    found = {n for n in names if find_overload(n) is not None}
+    found = {n for n in registrations(device.key_name) if find_overload(n) is not None}
     return (found - _installed.get(device.type, {}).keys()) | _overridden.get(device.type, set())
 
 
@@ -65,7 +65,7 @@ def is_native(device: DeviceState, op: str) -> bool:
     """Tell whether an overload has a kernel at the device's Autocast key that isn't ours."""
     if op in _installed.get(device.type, {}):
         return op in _overridden[device.type]
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op, device.key)
+    return has_kernel(op, device.key)
 
 
 @functools.cache
@@ -109,7 +109,7 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> bool:
             _reinstall(device)
         if device.type not in _installed:
             _installed[device.type], _overridden[device.type] = {}, set()
-            _add_fallthrough(device)
+            let_through(device.key)
         planned = _planned.setdefault(device.type, WeakKeyDictionary()).setdefault(table, {})
         if not planned.get(dtype, False):
             for op in needs_kernel(device, table, dtype):
@@ -135,7 +135,8 @@ def _prepare_once() -> None:
 
 
 def _make_anew(op: str) -> None:
-    """Make our kernel of an op anew, for its schema may be another one."""
+    """Make our kernel of an op anew, for its schema may be another one; it may be a new op, too."""
+    let_through_new(op)
     with LOCK, overriding():
         for device in _devices_with(op):
             _installed[device.type].pop(op)._destroy()
@@ -232,12 +233,12 @@ OBSERVERS.changed.append(_observing_changed)
 
 def installed(device_type: str) -> list[str]:
     """Return the overloads that run a kernel of ours on a device type, in alphabetical order."""
-    return sorted(op for op in _installed.get(device_type, {}) if op != _FALLTHROUGH)
+    return sorted(_installed.get(device_type, {}))
 
 
 def _install_one(device: DeviceState, name: str, *, is_torchs: bool = True) -> None:
     """Install our kernel of one op; ``is_torchs`` is False where the kernel under it is known to be another's."""
-    found = torch._C._dispatch_has_kernel_for_dispatch_key(name, device.key)
+    found = has_kernel(name, device.key)
     (_overridden[device.type].add if found else _overridden[device.type].discard)(name)
     namespace, _, rest = name.partition("::")
     kernel, op = _kernel(device, name, is_torchs=is_torchs), find_overload(name)
@@ -285,17 +286,6 @@ def _native_kernel(device: DeviceState, op: OpOverload) -> Callable[..., Any]:
 
 def _ignore_scope(run: Kernel, scope: Scope, /, *args: Any, **kwargs: Any) -> Any:
     return run(*args, **kwargs)
-
-
-_FALLTHROUGH = "_"
-
-
-def _add_fallthrough(device: DeviceState) -> None:
-    # PrivateUse1 and a few others have no fallback at their Autocast key: any op without a kernel would raise.
-    if not torch._C._dispatch_has_backend_fallback(device.key):
-        library = torch.library.Library("_", "IMPL")
-        library.fallback(torch.library.fallthrough_kernel, device.key_name)
-        _installed[device.type][_FALLTHROUGH] = library
 
 
 class _Tag:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import itertools
 import math
 
@@ -409,3 +411,66 @@ def test_sparse_gradients_are_refused(name):
     p.grad = torch.ones(2).to_sparse()
     with pytest.raises(AmpNotImplementedError, match="SparseAdam"):
         optimizer.step()
+
+
+# -- How they are called -------------------------------------------------------------------------------
+
+SIGNATURES = {
+    FusedAdagrad: "lr eps weight_decay set_grad_none adagrad_w_mode",
+    FusedAdam: "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none capturable master_weights",
+    FusedLAMB: "lr bias_correction betas eps weight_decay amsgrad adam_w_mode grad_averaging set_grad_none "
+    "max_grad_norm use_nvlamb",
+    FusedMixedPrecisionLamb: "lr step bias_correction betas eps weight_decay amsgrad adam_w_mode grad_averaging "
+    "max_grad_norm use_nvlamb reduced_precision_dtype",
+    FusedNovoGrad: "lr bias_correction betas eps weight_decay amsgrad reg_inside_moment grad_averaging norm_type "
+    "init_zero set_grad_none",
+    FusedSGD: "lr momentum dampening weight_decay nesterov wd_after_momentum materialize_master_grads set_grad_none",
+}
+"""apex's arguments, in its order."""
+
+
+@pytest.mark.parametrize("kind", SIGNATURES, ids=lambda kind: kind.__name__)
+def test_arguments_are_apexs_by_place_and_by_name(kind):
+    taken = inspect.signature(kind).parameters.values()
+    by_place = [p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert by_place == ["params", *SIGNATURES[kind].split()]
+    assert [p.name for p in taken if p.default is p.empty] == ["params"]  # lr, too, may be in the groups
+
+
+@pytest.mark.parametrize("kind", SIGNATURES, ids=lambda kind: kind.__name__)
+def test_groups_say_their_own_learning_rates(kind):
+    """As if each group had an optimizer of its own; LAMB clips them together, so not there."""
+    options = {"max_grad_norm": 1e9} if "max_grad_norm" in SIGNATURES[kind] else {}
+    together, apart = parameters(), parameters()
+    both = kind([{"params": together[:1], "lr": 0.5}, {"params": together[1:], "lr": 0.25}], **options)
+    assert [float(group["lr"]) for group in both.param_groups] == [0.5, 0.25]
+    for optimizer, params in (
+        (both, together),
+        (kind(apart[:1], lr=0.5, **options), apart[:1]),
+        (kind(iter(apart[1:]), 0.25, **options), apart[1:]),
+    ):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    close(flat(together), flat(apart))
+
+
+def test_sgd_without_any_learning_rate_is_refused():
+    params = parameters()
+    with pytest.raises(ValueError, match=r"required optimization parameter lr"):
+        FusedSGD([{"params": params[:1], "lr": 0.5}, {"params": params[1:]}], momentum=0.9)
+    optimizer = FusedSGD([{"params": params[:1], "lr": 0.5}])
+    with pytest.raises(ValueError, match=r"required optimization parameter lr"):
+        optimizer.add_param_group({"params": params[1:]})
+    with pytest.raises(AmpValueError, match="lr can't be negative"):
+        FusedSGD(params, -1.0)
+
+
+@pytest.mark.parametrize("kind", [*SIGNATURES, "capturable"], ids=str)
+def test_a_group_without_parameters_is_passed_over(kind):
+    make = functools.partial(FusedAdam, capturable=True) if kind == "capturable" else kind
+    p = torch.ones(2, requires_grad=True)
+    optimizer = make([{"params": [], "lr": 0.5}, {"params": [p], "lr": 0.5}])
+    p.grad = torch.ones(2)
+    optimizer.step()
+    assert p.detach().tolist() != [1.0, 1.0]

@@ -10,6 +10,7 @@
 
 #include <array>
 #include <atomic>
+#include <bitset>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -28,10 +29,24 @@ constexpr int kOps = 2048;
 // What an op's row says in one table and dtype, as Python writes it into a table.
 enum Code : int8_t { kUnknown, kOutside, kBelow, kLower, kFloat32, kSetDtype, kPromote, kAsCalled, kPython };
 
-// Float16, bfloat16 and float32 are all that a region may run in, and all that is ever cast.
-inline int index_of(ScalarType dtype) {
-  return dtype == at::kHalf ? 0 : dtype == at::kBFloat16 ? 1 : dtype == at::kFloat ? 2 : -1;
+constexpr int kScalarTypes = static_cast<int>(ScalarType::NumOptions);
+using ScalarTypes = std::bitset<kScalarTypes>;
+
+// What Python says once of dtypes: which rows of a table hold in regions of one, and which of mpamp.rules.policy.CASTABLE
+// are cast, with the largest number that each holds.
+struct Dtypes {
+  Dtypes() { rows.fill(-1); }
+  std::array<int, kScalarTypes> rows;
+  ScalarTypes castable;
+  std::array<double, kScalarTypes> largest{};
+};
+inline Dtypes& dtypes() {
+  static auto* found = new Dtypes;
+  return *found;
 }
+// The number of a region's dtype; -1 where its regions are left to Python.
+inline int index_of(ScalarType dtype) { return dtypes().rows[static_cast<int>(dtype)]; }
+inline bool is_castable(ScalarType dtype) { return dtypes().castable[static_cast<int>(dtype)]; }
 
 // One op table as dense arrays, an array a dtype, by the op's number. Python fills a row in when it is first asked for.
 struct Table {

@@ -94,6 +94,14 @@ void set_types(const std::vector<py::object>& dtypes, const std::vector<py::obje
   fill(settings().formats, formats, c10::MemoryFormatType::get());
 }
 
+void set_dtypes(const std::vector<py::object>& rows, const std::vector<std::pair<py::object, double>>& castable) {
+  for (size_t i = 0; i < rows.size(); ++i) dtypes().rows[static_cast<int>(scalar_type(rows[i]))] = static_cast<int>(i);
+  for (auto& [dtype, largest] : castable) {
+    dtypes().castable.set(static_cast<int>(scalar_type(dtype)));
+    dtypes().largest[static_cast<int>(scalar_type(dtype))] = largest;
+  }
+}
+
 PyMethodDef put_def = {"put", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(put)), METH_FASTCALL, nullptr};
 PyMethodDef enter_def = {"__enter__", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(enter)), METH_FASTCALL, nullptr};
 PyMethodDef leave_def = {"__exit__", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(leave)), METH_FASTCALL, nullptr};
@@ -189,6 +197,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("scope", &scope);
   m.def("spec", &spec);
   m.def("set_types", &set_types);
+  m.def("set_dtypes", &set_dtypes);
   m.def("set_carriers", &set_carriers);
   m.def("set_asked", [](py::object rows, py::object kind, py::object mirror, py::object viewable, py::object key_set) {
     kinds.ask_viewable = viewable.release();

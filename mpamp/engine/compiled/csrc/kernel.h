@@ -92,10 +92,12 @@ class Kernel final : public c10::OperatorKernel {
       if (arguments[i].name() == "dtype" && kind->kind() == c10::TypeKind::ScalarTypeType) dtype_ = static_cast<int>(i);
       if (std::find(facts_.held.begin(), facts_.held.end(), arguments[i].name()) != facts_.held.end()) held_.push_back(i);
     }
+    // An op that is only let through has no kernel that could be called.
+    const bool has_native = op.hasKernelForDispatchKey(device.key) && !op.isKernelFallthroughKernel(device.key);
 #ifdef MPAMP_HAS_COMPUTED_KERNEL
-    if (op.hasKernelForDispatchKey(device.key)) native_.emplace(op.getComputedKernelForDispatchKey(device.key));
+    if (has_native) native_.emplace(op.getComputedKernelForDispatchKey(device.key));
 #else
-    has_unknown_native_ = op.hasKernelForDispatchKey(device.key);
+    has_unknown_native_ = has_native;
 #endif
   }
 
@@ -127,7 +129,7 @@ class Kernel final : public c10::OperatorKernel {
  private:
   struct Seen {
     bool has_double = false, is_odd = false, first_is_castable = false;
-    std::array<bool, 3> dtypes{}; // of castable tensors on the device
+    ScalarTypes dtypes; // of castable tensors on the device
   };
 
   // Dispatch modes, functorch's levels and tracers see programs, not runs: Python knows what to do for each.
@@ -173,11 +175,11 @@ class Kernel final : public c10::OperatorKernel {
     each(stack, first, [&](const Tensor& t) {
       if (!t.defined()) return;
       bool is_number = t.unsafeGetTensorImpl()->is_wrapped_number();
-      auto dtype = index_of(t.scalar_type());
+      bool may_be_cast = is_castable(t.scalar_type());
       if (t.scalar_type() == at::kDouble && !is_number) seen.has_double = true;
       if (t.layout() != at::kStrided || t.unsafeGetTensorImpl()->is_python_dispatch()) seen.is_odd = true;
-      if (dtype >= 0 && is_here(t)) seen.dtypes[dtype] = true;
-      if (std::exchange(is_first, false)) seen.first_is_castable = dtype >= 0;
+      if (may_be_cast && is_here(t)) seen.dtypes.set(static_cast<int>(t.scalar_type()));
+      if (std::exchange(is_first, false)) seen.first_is_castable = may_be_cast;
     });
     return seen;
   }
@@ -189,11 +191,10 @@ class Kernel final : public c10::OperatorKernel {
     if (code == kLower) target = lower;
     if (code == kFloat32) target = at::kFloat;
     if (code == kPromote) {
-      auto dtypes = seen.dtypes;
+      auto found = seen.dtypes;
       for (auto index : held_)
-        for (int dtype : {0, 1})
-          if (seen.dtypes[dtype] && !holds(dtype, stack[first + index])) dtypes[2] = true;
-      if (dtypes[0] + dtypes[1] + dtypes[2] > 1) target = at::kFloat;
+        if (!hold(seen.dtypes, stack[first + index])) found.set(static_cast<int>(at::kFloat));
+      if (found.count() > 1) target = at::kFloat;
     }
     if (seen.has_double) target.reset();
     if (own && !own->isNone()) {
@@ -205,10 +206,13 @@ class Kernel final : public c10::OperatorKernel {
     return target;
   }
 
-  static bool holds(int dtype, const IValue& number) {
+  static bool hold(const ScalarTypes& seen, const IValue& number) {
     if (!number.isDouble() && !number.isInt()) return true;
     auto size = std::abs(number.isDouble() ? number.toDouble() : static_cast<double>(number.toInt()));
-    return !std::isfinite(size) || size <= (dtype == 0 ? 65504.0 : 3.3895313892515355e38);
+    if (!std::isfinite(size)) return true;
+    for (int dtype = 0; dtype < kScalarTypes; ++dtype)
+      if (seen[dtype] && size > dtypes().largest[dtype]) return false;
+    return true;
   }
 
   void cast(Stack& stack, size_t first, ScalarType target, const Scope& scope, Thread& thread) const {
@@ -242,7 +246,7 @@ class Kernel final : public c10::OperatorKernel {
 
   Tensor one(const Tensor& t, Call& call, bool keeps) const {
     auto target = call.target;
-    if (t.scalar_type() == target || index_of(t.scalar_type()) < 0 || !is_here(t)) return t;
+    if (t.scalar_type() == target || !is_castable(t.scalar_type()) || !is_here(t)) return t;
     if (keeps && call.scope.keep != kNothing && target != at::kFloat && is_plain(t)) {
       if (auto found = kept(t, call)) return *found;
     }
