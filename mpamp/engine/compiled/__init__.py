@@ -14,6 +14,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from ..casts import cache
 from ..casts.weights import is_viewable, kind_of
 from ..losses import fused
 from ..observing import OBSERVERS
-from . import store
+from . import shipped, store
 
 __all__ = ["VARIABLE", "choice", "core", "install", "serve", "spec_of", "which"]
 
@@ -45,7 +46,7 @@ _set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 def choice() -> str:
-    """Return which engine is asked for: ``MPAMP_ENGINE``, else "auto", which is the compiled one where it is built.
+    """Return which engine is asked for: ``MPAMP_ENGINE``, else "auto": the compiled one where one fits.
 
     Raises:
         EngineError: The variable says something else.
@@ -61,23 +62,37 @@ def core() -> Any:
     """Return the compiled engine's module, ready to be used; None where the engine in Python runs.
 
     Raises:
-        EngineError: It was asked for, and isn't built or can't be loaded.
+        EngineError: It was asked for, and there is none that fits, or it can't be loaded.
     """
     wanted = choice()
     if wanted == "python":
         return None
-    try:
-        found = store.load()
-    except EngineError as error:
-        if wanted == "compiled":
-            raise
-        warnings.warn(f"the compiled engine is not used: {error}", MpampWarning, stacklevel=2)
-        return None
+    found, why = _found()
     if found is None and wanted == "compiled":
-        raise EngineError(f"{VARIABLE}=compiled, and there is no build for this torch: run mpamp build-core.")
+        raise EngineError(f"{VARIABLE}=compiled, and {why}.")
     if found is not None:
         _connect(found)
     return found
+
+
+def _found() -> tuple[Any | None, str]:
+    """Return the module that fits this torch and where it is from, one that the user made first; or None, and why."""
+    refused = []
+    for origin in (store, shipped):
+        try:
+            found: Any = origin.load()
+        except store.OthersBuildError as error:
+            refused.append(str(error))
+        except EngineError as error:
+            refused.append(str(error))
+            warnings.warn(f"a compiled engine is not used: {error}", MpampWarning, stacklevel=2)
+        else:
+            if found is not None:
+                made = (
+                    f"built in {store.directory()}" if origin is store else f"{Path(found.__file__).name} of its wheel"
+                )
+                return found, made
+    return None, " ".join([*refused, shipped.lack()])
 
 
 def which() -> tuple[str, str]:
@@ -89,15 +104,9 @@ def which() -> tuple[str, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = core()
-    if found is not None:
-        return "compiled", f"built in {store.directory()}"
     if choice() == "python":
         return "python", f"{VARIABLE}=python"
-    try:
-        store.load()
-    except EngineError as error:
-        return "python", str(error)
-    return "python", "there is no build for this torch, which mpamp build-core would make"
+    return "python" if found is None else "compiled", _found()[1]
 
 
 def _connect(found: Any) -> None:

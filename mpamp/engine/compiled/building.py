@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 import subprocess
-import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from ...errors import EngineError
-from . import store
+from . import store, toolchain
 
 __all__ = ["build", "missing"]
 
-_BUILD = """
-import sys
-from torch.utils import cpp_extension
-name, source, folder, *flags = sys.argv[1:]
-cpp_extension.load(name, [source], build_directory=folder, extra_cflags=flags, verbose=True)
-"""
+_TORCH = Path(torch.__file__).parent
 
 
 def missing() -> list[str]:
     """Return what this machine lacks to build, a clause each."""
-    from torch.utils import cpp_extension
-
-    found = []
-    if shutil.which(cpp_extension.get_cxx_compiler()) is None:
-        found.append(f"a C++ compiler ({cpp_extension.get_cxx_compiler()}; set CXX for another)")
-    if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is None:
-        found.append("ninja (pip install ninja, or mpamp[native])")
-    include = Path(sys.base_prefix) / "include"
-    if not any(include.rglob("Python.h")) and not any(Path("/usr/include").glob("python3*/Python.h")):
-        found.append("Python's headers (python3-dev)")
-    return found
+    return toolchain.missing(_TORCH)
 
 
 def build(*, force: bool = False) -> Path:
@@ -49,31 +33,54 @@ def build(*, force: bool = False) -> Path:
         force: Build although there is one.
 
     Raises:
-        EngineError: A tool is missing, or the compiler fails; nothing has changed then.
+        EngineError: A tool is missing, the compiler fails, or the folder can't be written or is others' as well;
+            nothing has changed then.
     """
-    if not force and store.note().exists():
-        return store.library()
+    with _explained():
+        if not force and store.note().exists():
+            store.check(store.note())
+            return store.library()
     lacking = missing()
     if lacking:
         raise EngineError(f"the compiled engine needs {' and '.join(lacking)}.")
-    store.directory().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=store.directory().parent, prefix="building-") as folder:
-        _compile(Path(folder))
-        made = Path(folder) / store.library().name
-        sign = Path(folder) / store.note().name
-        sign.write_text(store.checksum(made), encoding="utf-8")
-        store.note().unlink(missing_ok=True)
-        os.replace(made, store.library())
-        os.replace(sign, store.note())
+    with _explained():
+        _make(store.directory())
+        with tempfile.TemporaryDirectory(dir=store.directory().parent, prefix="building-") as folder:
+            _compile(Path(folder))
+            made, sign = Path(folder) / store.library().name, Path(folder) / store.note().name
+            sign.write_text(store.checksum(made), encoding="utf-8")
+            for file in (made, sign):
+                file.chmod(file.stat().st_mode & ~0o022)
+            store.note().unlink(missing_ok=True)
+            os.replace(made, store.library())
+            os.replace(sign, store.note())
     return store.library()
 
 
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say which folder it was about, and which setting there is, where the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+        raise EngineError(
+            f"no build can be kept in {store.directory()} ({what}): set XDG_CACHE_HOME to a folder that you may write."
+        ) from error
+
+
+def _make(folder: Path) -> None:
+    """Make a folder, and those above it that aren't there, that nobody else may write."""
+    for each in (*reversed(folder.parents), folder):
+        if not each.exists():
+            each.mkdir(mode=0o755, exist_ok=True)
+    store.check(folder)
+
+
 def _compile(folder: Path) -> None:
-    standard = "-std=c++20" if torch.__version__ >= torch.torch_version.TorchVersion("2.10") else "-std=c++17"
-    command = [sys.executable, "-c", _BUILD, store.NAME, str(store.SOURCE / "core.cpp"), str(folder), "-O2", standard]
-    scripts = os.path.dirname(sys.executable)  # ninja may have been installed beside Python
-    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    abi = bool(torch._C._GLIBCXX_USE_CXX11_ABI)
+    command = toolchain.command(_TORCH, torch.__version__, folder / store.library().name, has_cxx11_abi=abi)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = (done.stdout + done.stderr).splitlines()
         errors = [line for line in lines if "error" in line.lower()] or lines

@@ -1,7 +1,7 @@
 """Where builds of the compiled engine are kept: one for each torch, Python, ABI and source, in the user's cache.
 
 A build is a library and a note of its checksum beside it. Both are written elsewhere and moved into place, the note
-last: what is half written, was made of other source, or is somebody else's is never loaded.
+last: what is half written, was made of other source, is another user's or could be replaced by one is never loaded.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import stat
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...errors import EngineError
+from .toolchain import NAME, SOURCE
 
-__all__ = ["NAME", "SOURCE", "checksum", "directory", "library", "load", "note", "sources"]
+__all__ = ["OthersBuildError", "check", "checksum", "directory", "library", "load", "note", "opened", "sources"]
 
-NAME = "mpamp_core"
-SOURCE = Path(__file__).parent / "csrc"
+
+class OthersBuildError(EngineError):
+    """The build that is there belongs to another user; root with a user's home mounted has that in every process."""
 
 
 def sources() -> list[Path]:
@@ -33,17 +37,32 @@ def sources() -> list[Path]:
 
 @functools.cache
 def _key() -> str:
-    parts = [torch.__version__, str(torch._C._GLIBCXX_USE_CXX11_ABI), sysconfig.get_config_var("SOABI") or sys.version]
+    version = torch.__version__
+    parts = [version, str(torch._C._GLIBCXX_USE_CXX11_ABI), sysconfig.get_config_var("SOABI") or sys.version]
+    parts += [str(torch.version.git_version), torch._C._cxx_flags()]  # builds of others may all be called 2.13.0
     digest = hashlib.sha256("\n".join(parts).encode())
     for path in sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return f"torch{torch.__version__.partition('+')[0]}-{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
+    return f"torch{version.partition('+')[0]}-{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
+
+
+def _base() -> Path | None:
+    for path in (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(os.path.expanduser("~"), ".cache")):
+        if os.path.isabs(path):  # others are to be ignored, says the standard
+            return Path(path)
+    return None
 
 
 def directory() -> Path:
-    """Return where the build for this torch, Python and source is, or would be."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "mpamp" / "core" / _key()
+    """Return where the build for this torch, Python and source is, or would be.
+
+    Raises:
+        EngineError: There is no home, and no XDG_CACHE_HOME.
+    """
+    base = _base()
+    if base is None:
+        raise EngineError("there is no folder for a build of the compiled engine: set XDG_CACHE_HOME to one, or HOME.")
+    return base / "mpamp" / "core" / _key()
 
 
 def library() -> Path:
@@ -61,27 +80,77 @@ def checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def _around(path: Path) -> Iterator[Path]:
+    """Yield a path and every folder above it, the way it is written and where links lead."""
+    yield path
+    yield from path.parents
+    real = path.resolve()
+    if real != path:
+        yield real
+        yield from real.parents
+
+
+def check(path: Path) -> None:
+    """Refuse what another user could have put there: the path, and each folder that it is in.
+
+    A folder that everybody may write is fine if it has the sticky bit, as /tmp: nobody moves another's files there.
+
+    Raises:
+        OthersBuildError: It belongs to another user than this process's and root.
+        EngineError: Others may write it.
+    """
+    if not hasattr(os, "getuid"):
+        return  # Windows, where a user's folders are that user's
+    for each in _around(path):
+        found = each.stat()
+        if not {found.st_uid, each.lstat().st_uid} <= {os.getuid(), 0}:
+            raise OthersBuildError(f"{each} belongs to another user: nothing is loaded from {path}.")
+        is_sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+        if found.st_mode & 0o022 and not is_sticky:
+            raise EngineError(
+                f"others may write {each} (mode {stat.S_IMODE(found.st_mode):o}): nothing is loaded from {path}. "
+                f"Run chmod go-w {each}, or set XDG_CACHE_HOME to a folder that is yours alone."
+            )
+
+
 @functools.cache
 def load() -> Any | None:
     """Return the built module, or None where there is no build.
 
     Raises:
+        OthersBuildError: The build that is there is another user's.
         EngineError: There is one, and it can't be used.
     """
-    remedy = f"run mpamp build-core --force, or remove {directory()}."
-    if not note().exists():
+    if _base() is None:
         return None
-    stat = directory().stat()
-    if hasattr(os, "getuid") and stat.st_uid not in (os.getuid(), 0):
-        raise EngineError(f"the build in {directory()} belongs to another user: it is not loaded; remove it.")
-    if not library().exists() or checksum(library()) != note().read_text(encoding="utf-8").strip():
+    try:
+        note().stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:  # a folder that this user may not look into
+        raise OthersBuildError(f"{directory()} can't be read ({error.strerror}).") from error
+    remedy = f"run mpamp build-core --force, or remove {directory()}."
+    check(note())
+    if not library().exists():
+        raise EngineError(f"the build in {directory()} isn't whole: {remedy}")
+    check(library())
+    if checksum(library()) != note().read_text(encoding="utf-8").strip():
         raise EngineError(f"the build in {directory()} isn't whole: {remedy}")
     try:
-        loader = importlib.machinery.ExtensionFileLoader(NAME, str(library()))
-        spec = importlib.util.spec_from_loader(NAME, loader)
-        assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
+        return opened(library())
     except ImportError as error:
         raise EngineError(f"the build in {directory()} can't be loaded ({error}): {remedy}") from error
+
+
+def opened(path: Path) -> Any:
+    """Return the module of a library.
+
+    Raises:
+        ImportError: It can't be loaded.
+    """
+    loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
+    spec = importlib.util.spec_from_loader(NAME, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
     return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mpamp.engine import compiled
-from mpamp.engine.compiled import building, store
-from mpamp.errors import EngineError
+from mpamp.engine.compiled import shipped, store
+from mpamp.errors import EngineError, MpampWarning
 
 HAS_BUILD = store.note().exists()
 
@@ -22,6 +23,8 @@ def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A cache directory with nothing in it; what was loaded stays loaded for everybody else."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(store, "load", store.load.__wrapped__)
+    monkeypatch.setattr(shipped, "load", shipped.load.__wrapped__)
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "prebuilt")
 
 
 def put(content: bytes, checksum: str | None = None) -> None:
@@ -60,13 +63,104 @@ def test_a_library_that_cannot_be_loaded_is_refused() -> None:
         store.load()
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner here")
-def test_a_build_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    put(b"x", "0" * 64)
-    monkeypatch.setattr(os, "getuid", lambda: 4321)
-    os.chown(store.directory(), 1234, -1) if os.geteuid() == 0 else pytest.skip("needs to give files away")
-    with pytest.raises(EngineError, match="belongs to another user"):
+# -- Whose the folders and files are -------------------------------------------------------------------
+
+
+def put_whole(content: bytes = b"no library") -> None:
+    put(content, hashlib.sha256(content).hexdigest())
+
+
+def levels(tmp_path: Path) -> dict[str, Path]:
+    """Every file and folder that a build is found by, up to the cache and the folder that it is in."""
+    found = {"library": store.library(), "note": store.note(), "folder": store.directory()}
+    above = {path.name: path for path in store.directory().parents if tmp_path in (path, *path.parents)}
+    return {**found, **above, "cache": tmp_path}
+
+
+UNIX = pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner and mode here")
+
+
+@UNIX
+@pytest.mark.parametrize("level", ["library", "note", "folder", "core", "mpamp", "cache"])
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+def test_what_others_may_write_is_not_loaded(
+    level: str, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+    monkeypatch.setattr(store, "opened", opened.append)
+    put_whole()
+    store.load()
+    path = levels(tmp_path)[level]
+    path.chmod(mode)
+    with pytest.raises(EngineError, match=rf"others may write {path} \(mode {mode:o}\).*chmod go-w {path}"):
         store.load()
+    path.chmod(mode & ~0o022)
+    store.load()
+    assert opened == [store.library()] * 2
+
+
+@UNIX
+def test_a_folder_above_the_cache_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared" / "mine"))
+    put_whole()
+    (tmp_path / "shared").chmod(0o777)
+    with pytest.raises(EngineError, match=f"others may write {tmp_path / 'shared'} "):
+        store.load()
+    (tmp_path / "shared").chmod(0o1777)  # as /tmp: nobody moves another's files there
+    with pytest.raises(EngineError, match="can't be loaded"):
+        store.load()
+
+
+@UNIX
+def test_a_link_does_not_hide_where_the_build_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "wide" / "real"))
+    put_whole()
+    (tmp_path / "wide").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "wide" / "real")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    with pytest.raises(EngineError, match=f"others may write {tmp_path / 'wide'} "):
+        store.load()
+
+
+@UNIX
+@pytest.mark.parametrize("level", ["library", "note", "folder", "core", "mpamp", "cache"])
+def test_what_is_another_users_is_left_alone_without_a_warning(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_whole()
+    if os.geteuid() != 0:
+        pytest.skip("needs to give files away")
+    os.chown(levels(tmp_path)[level], 1234, -1)
+    with pytest.raises(store.OthersBuildError, match="belongs to another user"):
+        store.load()
+    monkeypatch.setenv(compiled.VARIABLE, "auto")
+    assert compiled.core.__wrapped__() is None  # warnings are errors here
+    monkeypatch.setattr(compiled, "core", compiled.core.__wrapped__)
+    name, why = compiled.which()
+    assert name == "python"
+    assert "belongs to another user" in why
+
+
+@UNIX
+def test_a_folder_that_may_not_be_read_is_no_build_and_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(store, "note", lambda: type("", (), {"stat": lambda self: refuse(Path("x"))})())
+    with pytest.raises(store.OthersBuildError, match=r"can't be read \(Permission denied\)"):
+        store.load()
+
+
+@pytest.mark.parametrize("home", ["", "~", "relative"])
+def test_without_a_home_there_is_no_build(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "a/relative/folder")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: home)
+    assert store.load() is None
+    with pytest.raises(EngineError, match="set XDG_CACHE_HOME to one, or HOME"):
+        store.directory()
+
+
+# -- What a build is for -------------------------------------------------------------------------------
 
 
 def test_other_source_or_another_torch_is_another_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -79,8 +173,10 @@ def test_other_source_or_another_torch_is_another_build(monkeypatch: pytest.Monk
     (copied / "core.cpp").write_text("// changed")
     assert key() != before
     monkeypatch.undo()
-    monkeypatch.setattr("torch.__version__", "2.99.0")
-    assert key() != before
+    for name, other in (("torch.__version__", "2.99.0"), ("torch._C._cxx_flags", lambda: "-O0")):
+        with monkeypatch.context() as patched:
+            patched.setattr(name, other)
+            assert key() != before
 
 
 # -- Which engine --------------------------------------------------------------------------------------
@@ -104,52 +200,31 @@ def test_what_is_asked_for_and_not_built_is_an_error_that_names_the_command(monk
 def test_a_broken_build_is_warned_of_and_python_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     put(b"half", "0" * 64)
     monkeypatch.setenv(compiled.VARIABLE, "auto")
-    with pytest.warns(UserWarning, match="the compiled engine is not used"):
+    with pytest.warns(MpampWarning, match="a compiled engine is not used: .*isn't whole"):
         assert compiled.core.__wrapped__() is None
+    monkeypatch.setenv(compiled.VARIABLE, "compiled")
+    with (
+        pytest.warns(MpampWarning, match="isn't whole"),
+        pytest.raises(EngineError, match=r"MPAMP_ENGINE=compiled, and the build in .* isn't whole"),
+    ):
+        compiled.core.__wrapped__()
 
 
-# -- Building ------------------------------------------------------------------------------------------
+def test_the_users_own_build_goes_before_the_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, of_the_wheel = type("", (), {"__file__": "own.so"}), type("", (), {"__file__": "/a/of_the_wheel.so"})
+    monkeypatch.setattr(store, "load", lambda: own)
+    monkeypatch.setattr(shipped, "load", lambda: of_the_wheel)
+    assert compiled._found() == (own, f"built in {store.directory()}")
+    monkeypatch.setattr(store, "load", lambda: None)
+    assert compiled._found() == (of_the_wheel, "of_the_wheel.so of its wheel")
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(building.importlib.util, "find_spec", lambda name: None)
-    found = building.missing()
-    assert any("C++ compiler" in clause for clause in found)
-    assert any("ninja" in clause for clause in found)
-    with pytest.raises(EngineError, match=r"needs a C\+\+ compiler .* and ninja"):
-        building.build()
-    assert not store.directory().exists()
-
-
-def test_a_compiler_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **options: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess([], 1, "", "core.cpp:1: error: no such thing")
-
-    put(b"old", "1")
-    monkeypatch.setattr(building, "missing", list)
-    monkeypatch.setattr(building.subprocess, "run", fail)
-    with pytest.raises(EngineError, match="no such thing"):
-        building.build(force=True)
-    assert (store.library().read_bytes(), store.note().read_text()) == (b"old", "1")
-    assert [path.name for path in store.directory().parent.iterdir()] == [store.directory().name]
-
-
-def test_a_build_is_moved_into_place_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    def compile_(folder: Path) -> None:
-        made.append(folder)
-        (folder / store.library().name).write_bytes(b"new")
-
-    monkeypatch.setattr(building, "missing", list)
-    monkeypatch.setattr(building, "_compile", compile_)
-    assert building.build() == building.build() == store.library()
-    assert len(made) == 1
-    assert store.note().read_text() == store.checksum(store.library())
-    building.build(force=True)
-    assert len(made) == 2
-    assert not any(folder.exists() for folder in made)
+def test_the_wheels_engine_runs_where_the_users_own_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(b"half", "0" * 64)
+    of_the_wheel = type("", (), {"__file__": "of_the_wheel.so"})
+    monkeypatch.setattr(shipped, "load", lambda: of_the_wheel)
+    with pytest.warns(MpampWarning, match="isn't whole"):
+        assert compiled._found()[0] is of_the_wheel
 
 
 # -- The engine itself, in a process of its own --------------------------------------------------------
