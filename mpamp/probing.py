@@ -50,9 +50,9 @@ def probing() -> Iterator[None]:
     # The guard is the outermost: it puts back the keys that the others change.
     with outside(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad(), modes:
         if traced is not None:
-            torch._C._set_tracing_state(None)
+            torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         try:
             yield
         finally:
             if traced is not None:
-                torch._C._set_tracing_state(traced)
+                torch._C._set_tracing_state(traced)  # type: ignore[attr-defined]

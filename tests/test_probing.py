@@ -1,4 +1,4 @@
-"""What mpamp asks torch for itself is no part of the caller's program, wherever the process's first region is entered."""
+"""What mpamp asks torch for itself is no part of the caller's program, wherever the first region is entered."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def test_outside(place: str) -> None:
         with probing():
             y = torch.ones(2)
             y.add_(1)
-            seen.append((type(y), y.device.type, y.is_inference(), y.tolist(), (y @ y).dtype, y.untyped_storage().nbytes()))
+            seen.append(
+                (type(y), y.device.type, y.is_inference(), y.tolist(), (y @ y).dtype, y.untyped_storage().nbytes())
+            )
         return x * 2
 
     PLACES[place](ask, torch.ones(2))

@@ -37,9 +37,7 @@ Around = Callable[[OpOverload, "tuple[Any, ...]", "dict[str, Any]", Run], Any]
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 """The one key above autocast and autograd that torch gives no meaning: no tensor has it, and no mode of torch's."""
 _KEY = torch._C._dispatch_key_parse(_KEY_NAME)
-_UNSEEN = frozenset(
-    {"aten::alias", "aten::detach", "aten::empty.memory_format", "aten::lift_fresh", "aten::to.device"}
-)
+_UNSEEN = frozenset({"aten::alias", "aten::detach", "aten::empty.memory_format", "aten::lift_fresh", "aten::to.device"})
 """What torch makes a Python object of a class from (a Parameter, a FakeTensor, a subclass): it must not have one yet.
 
 What they are made of is seen.

@@ -37,16 +37,17 @@ _DOMAINS: dict[str, list[tuple[int, str, Test]]] = {
     "fmod": [(1, "its divisor is 0", _is(0))],
     "addcdiv": [(2, "its divisor is 0", _is(0))],
     "reciprocal": [(0, "it is taken of 0", _is(0))],
-    **dict.fromkeys(
-        ("log", "log2", "log10"), [(0, "it is taken of 0", _is(0)), (0, "it is taken of a negative value", _below(0))]
-    ),
+    **{
+        log: [(0, "it is taken of 0", _is(0)), (0, "it is taken of a negative value", _below(0))]
+        for log in ("log", "log2", "log10")
+    },
     "log1p": [(0, "it is taken of -1", _is(-1)), (0, "it is taken of a value below -1", _below(-1))],
     "xlogy": [(1, "its logarithm is taken of 0", _is(0)), (1, "its logarithm is taken of a negative value", _below(0))],
     "sqrt": [(0, "it is taken of a negative value", _below(0))],
     "rsqrt": [(0, "it is taken of 0", _is(0)), (0, "it is taken of a negative value", _below(0))],
-    **dict.fromkeys(("exp", "exp2", "expm1"), [(0, "its argument is too large for float32's range", _above(_MOST))]),
-    **dict.fromkeys(("sinh", "cosh"), [(0, "its argument is too large", lambda t: t.abs() > _MOST)]),
-    **dict.fromkeys(("asin", "acos"), [(0, "its argument is outside of -1 to 1", lambda t: t.abs() > 1)]),
+    **{op: [(0, "its argument is too large for float32's range", _above(_MOST))] for op in ("exp", "exp2", "expm1")},
+    **{op: [(0, "its argument is too large", lambda t: t.abs() > _MOST)] for op in ("sinh", "cosh")},
+    **{op: [(0, "its argument is outside of -1 to 1", lambda t: t.abs() > 1)] for op in ("asin", "acos")},
     "atanh": [(0, "its argument is not between -1 and 1", lambda t: t.abs() >= 1)],
     "acosh": [(0, "its argument is below 1", _below(1))],
     "logit": [(0, "its argument is not between 0 and 1", lambda t: (t <= 0) | (t >= 1))],

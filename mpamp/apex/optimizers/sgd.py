@@ -57,7 +57,7 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
     ) -> None:
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if value is not required and value < 0.0:
+            if value is not required and value < 0.0:  # type: ignore[comparison-overlap]
                 raise AmpValueError(f"FusedSGD: {name} can't be negative, got {value}.")
         if nesterov and (momentum <= 0 or dampening != 0):
             raise AmpValueError("FusedSGD: nesterov needs a momentum above 0 and a dampening of 0.")
