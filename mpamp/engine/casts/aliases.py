@@ -11,6 +11,8 @@ among all tensors, where somebody else holds its memory.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import itertools
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ __all__ = ["COMPILED", "WATCHED", "Record", "begin", "epoch_of", "known", "look"
 Tensor = torch.Tensor
 _holders = torch._C._storage_Use_Count
 _get_data, _set_data = torch._C.TensorBase.data.__get__, torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+_mode_depth = torch._C._len_torch_dispatch_stack
 _NOTHING = torch.empty(0)
 
 COMPILED: list[Any] = []
@@ -119,8 +122,9 @@ def _shadow(alias: Tensor) -> Tensor | None:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return None
     try:
-        shadow = Tensor._make_subclass(Tensor, alias)  # type: ignore[attr-defined]  # no mode sees it
-        _set_data(shadow, _NOTHING)
+        with torch._C._DisableTorchDispatch() if _mode_depth() else contextlib.nullcontext():
+            shadow = Tensor._make_subclass(Tensor, alias)  # type: ignore[attr-defined]
+            _set_data(shadow, _NOTHING)
     except RuntimeError:  # a device whose tensors can't be given other data
         return None
     return shadow  # type: ignore[no-any-return]
@@ -182,7 +186,19 @@ def begin(weight: Tensor) -> None:
     record = record_of(weight)
     if not record.is_complete:
         record.is_complete = True
+        if _is_shared(weight.untyped_storage()):
+            record.hand_out()  # for good
         look(weight)
+
+
+def _is_shared(storage: torch.UntypedStorage) -> bool:
+    """Tell whether other processes have a storage's memory, too."""
+    return storage.is_shared() and not _says_so_of_all(storage.device)
+
+
+@functools.cache
+def _says_so_of_all(device: torch.device) -> bool:
+    return torch.UntypedStorage(0, device=device).is_shared()
 
 
 _waits = [0, 0]

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from ...patching import Patches
 from ...rules.eligibility import find_overload, overload_name
-from ..compiling import left_out_by_itself
+from ..compiling import left_out, left_out_by_itself
 from .aliases import COMPILED, WATCHED, known, note, record_of
 from .weights import kind_of, storage_of
 
@@ -41,6 +41,8 @@ def watch_handouts() -> None:
         wrap(owner, "to_dlpack", lambda below: functools.wraps(below)(functools.partial(_capsule, below)))
     for name in ("fill_", "copy_", "__setitem__", "byteswap", "_set_from_file"):
         wrap(torch.UntypedStorage, name, _writing)
+    for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
+        wrap(torch.UntypedStorage, name, _sharing)
     if torch.distributed.is_available():
         _watch_collectives()
 
@@ -54,6 +56,7 @@ class _Data:
     def __init__(self, below: Any) -> None:
         self._below, self._get, self._set = below, below.__get__, below.__set__
 
+    @left_out
     def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
         if tensor is None:
             return self._below
@@ -62,6 +65,7 @@ class _Data:
             note(alias)
         return alias
 
+    @left_out
     def __set__(self, tensor: Tensor, given: Tensor) -> None:
         _settle(given)
         self._set(tensor, given)
@@ -86,6 +90,7 @@ class _Method:
         return self._below if tensor is None else types.MethodType(self._function, tensor)
 
 
+@left_out
 def _set(below: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     source = args[0] if args and isinstance(args[0], Tensor) else None
     if source is not None:
@@ -141,12 +146,14 @@ def _hand_out(tensor: Tensor, holder: Any) -> None:
         weakref.finalize(holder, record.take_back).atexit = False  # type: ignore[misc]
 
 
+@left_out
 def _numpy(below: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     array = below(tensor, *args, **kwargs)
     _hand_out(tensor, array)
     return array
 
 
+@left_out
 def _capsule(below: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.requires_grad:
         return below(tensor, *args, **kwargs)
@@ -174,6 +181,7 @@ class _Interface:
 
 
 def _writing(below: Callable[..., Any]) -> Callable[..., Any]:
+    @left_out
     @functools.wraps(below)
     def write(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -184,6 +192,18 @@ def _writing(below: Callable[..., Any]) -> Callable[..., Any]:
                 record.touch()
 
     return write
+
+
+def _sharing(below: Callable[..., Any]) -> Callable[..., Any]:
+    @left_out
+    @functools.wraps(below)
+    def share(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        record = known(self)
+        if record is not None:
+            record.hand_out()  # to other processes, for good
+        return below(self, *args, **kwargs)
+
+    return share
 
 
 _READ_ONLY = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan"}

@@ -47,7 +47,7 @@ def is_weight(tensor: Tensor) -> bool:
     Views are none, but may be of one: without grad mode, those of a leaf look like leaves. A tensor in a part of
     a larger storage is none: whoever owns the whole writes into it without raising the tensor's version counter,
     such as flat parameters and ``vector_to_parameters``. Nor is one whose counter was once set back after a
-    write, as FSDP2 does with the parameters that it gathers, nor one in memory that other processes have, too.
+    write, as FSDP2 does with the parameters that it gathers.
 
     Example:
         >>> is_weight(torch.nn.Parameter(torch.ones(2), requires_grad=False)), is_weight(torch.ones(2))
@@ -65,9 +65,7 @@ def is_weight(tensor: Tensor) -> bool:
         return False
     storage = tensor.untyped_storage()
     # Of a device in pure Python the memory is elsewhere: its storages are empty.
-    if storage.nbytes() not in (0, 4 * tensor.numel()) or hasattr(storage, REWRITTEN):
-        return False
-    return storage.resizable() or not storage.nbytes() or not storage.is_shared()
+    return storage.nbytes() in (0, 4 * tensor.numel()) and not hasattr(storage, REWRITTEN)
 
 
 REWRITTEN = "_mpamp_is_rewritten"

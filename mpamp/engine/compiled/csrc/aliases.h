@@ -139,24 +139,25 @@ inline Records& records() {
   return *found;
 }
 
+// Whether memory belongs to somebody else, who writes into it without a tensor: NumPy's, DLPack's, that of other processes.
+inline bool is_foreign(const c10::Storage& storage) {
+  static auto borrowed = c10::InefficientStdFunctionContext::makeDataPtr(nullptr, [](void*) {}, c10::kCPU).get_deleter();
+  auto& data = storage.data_ptr();
+  return data.get_deleter() == borrowed || at::MapAllocator::fromDataPtr(data) || at::RefcountedMapAllocator::fromDataPtr(data);
+}
+
 // Python looks for the aliases that a weight has already, as mpamp.engine.casts.aliases.look.
 inline py::handle look_for_aliases;
 
 // What a cast that is made now will be of. No lock may be held: Python may be asked.
 inline void begin_record(const Tensor& weight, const c10::Storage& storage) {
-  if (records().of(storage)->is_complete.exchange(true)) return;
+  auto record = records().of(storage);
+  if (record->is_complete.exchange(true)) return;
+  if (is_foreign(storage)) record->hand_out(); // for good
   if (look_for_aliases && storage.use_count() > 2) { // the weight, and who asks
     py::gil_scoped_acquire lock;
     look_for_aliases(weight, 1);
   }
-}
-
-// Whether memory belongs to somebody else, who writes into it without a tensor: NumPy's, DLPack's, that of other processes.
-inline bool is_foreign(const c10::StorageImpl* storage) {
-  if (storage->resizable() || !storage->data()) return false;
-  static auto borrowed = c10::InefficientStdFunctionContext::makeDataPtr(nullptr, [](void*) {}, c10::kCPU).get_deleter();
-  auto& data = storage->data_ptr();
-  return data.get_deleter() == borrowed || at::MapAllocator::fromDataPtr(data) || at::RefcountedMapAllocator::fromDataPtr(data);
 }
 
 inline c10::StorageImpl* storage_if_any(const Tensor& t) {

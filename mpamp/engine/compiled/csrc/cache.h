@@ -125,7 +125,7 @@ inline bool is_weight(const Tensor& t) {
   auto* storage = storage_of(t);
   auto bytes = storage->sym_nbytes().maybe_as_int();
   if (!bytes || (*bytes != 0 && *bytes != 4 * t.numel())) return false;
-  return !rewritten.has(storage) && !is_foreign(storage);
+  return !rewritten.has(storage);
 }
 
 // -- Entries -------------------------------------------------------------------------------------------
