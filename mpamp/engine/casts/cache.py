@@ -326,7 +326,7 @@ def kept(*, of_all_threads: bool = True) -> Iterator[Kept]:
 def clear_cache() -> None:
     """Drop every kept cast, of all threads.
 
-    Needed only after a weight was written in a way that torch doesn't track, such as ``p.data.copy_(x)``, inside
+    Needed only after a weight was written in a way that nothing shows, such as by its address, inside
     a region, or between regions with ``persistent_cache=True``.
 
     Example:
