@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .aliases import begin, epoch_of
 from .entries import Entries, Entry, state_of
 from .linking import cast, guarded, linked, viewed
 from .streams import Readiness
@@ -108,7 +109,7 @@ class CastCache:
         entry = self._local.entries.get((id(tensor), dtype))
         if (
             entry is None
-            or entry.state != (tensor._version, tensor.data_ptr(), tensor.stride(), tensor.shape)
+            or entry.state != (tensor._version, tensor.data_ptr(), tensor.stride(), tensor.shape, epoch_of(tensor))
             or entry.storage() is not tensor.untyped_storage()
             or entry.version != entry.low._version
         ):
@@ -158,6 +159,7 @@ class CastCache:
             user = weight if view is None else view
             return COMPILED[0].add(weight, dtype, user, self._is_lasting, stream_of is not None)  # type: ignore[no-any-return]
         self.entries.casts += 1
+        begin(weight)
         # What the cast is of is taken first: a thread that writes meanwhile leaves an entry that is never served.
         last, state, storage = _last_drop[0], state_of(weight), weight.untyped_storage()
         graph = cast(weight if view is None else view, dtype)
@@ -300,7 +302,7 @@ class KeptCast:
         storage, state = self._entry.storage(), self._entry.state
         if storage is None or state is None or not storage.nbytes():
             return None
-        _, address, stride, shape = state
+        _, address, stride, shape, _ = state
         offset = (address - storage.data_ptr()) // torch.float32.itemsize
         with torch.no_grad():
             return torch.empty(0, dtype=torch.float32, device=storage.device).set_(storage, offset, shape, stride)
@@ -324,7 +326,7 @@ def kept(*, of_all_threads: bool = True) -> Iterator[Kept]:
 def clear_cache() -> None:
     """Drop every kept cast, of all threads.
 
-    Needed only after a weight was written in a way that torch doesn't track, such as ``p.data.copy_(x)``, inside
+    Needed only after a weight was written in a way that nothing shows, such as by its address, inside
     a region, or between regions with ``persistent_cache=True``.
 
     Example:

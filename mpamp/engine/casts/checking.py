@@ -1,4 +1,4 @@
-"""Finds kept casts whose weight was written in a way that nothing can see, such as ``weight.data.copy_(x)``."""
+"""Finds kept casts whose weight was written in a way that nothing can see, such as by its address."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def verify_cache(model: torch.nn.Module | None = None) -> list[StaleCast]:
         model: What to take the weights' names from.
 
     Example:
-        >>> import mpamp
+        >>> import ctypes, mpamp
         >>> layer = torch.nn.Linear(2, 2, bias=False)
         >>> with mpamp.autocast("cpu"):
         ...     _ = layer(torch.ones(2))
-        ...     _ = layer.weight.data.zero_()
+        ...     _ = ctypes.memset(layer.weight.data_ptr(), 0, 16)
         ...     [stale.name for stale in mpamp.verify_cache(layer)]
         ['weight']
     """
@@ -79,7 +79,7 @@ def checked(enter: F) -> F:
             if stale:
                 raise StaleCastError(
                     f"kept casts are stale: {'; '.join(map(str, stale))}. Their weights were written past torch's "
-                    "version counters, as weight.data.copy_(x) does: call mpamp.clear_cache() after such a write. "
+                    "version counters, as a kernel that is given an address does: call mpamp.clear_cache() after such a write. "
                     "mpamp.verify_cache(model) names them."
                 )
         return enter(self)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .aliases import epoch_of
 from .streams import Readiness
 
 __all__ = ["Entries", "Entry", "state_of"]
@@ -19,7 +20,7 @@ _mode_depth = torch._C._len_torch_dispatch_stack
 
 def state_of(weight: Tensor) -> tuple[Any, ...]:
     """Return what changes where a weight is written to or given other data."""
-    return (weight._version, weight.data_ptr(), weight.stride(), weight.shape)
+    return (weight._version, weight.data_ptr(), weight.stride(), weight.shape, epoch_of(weight))
 
 
 class Entry:

@@ -6,7 +6,16 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-__all__ = ["REWRITTEN", "is_all_of", "is_apart", "is_viewable", "is_weight", "kind_of", "storage_of"]
+__all__ = [
+    "REWRITTEN",
+    "is_all_of",
+    "is_apart",
+    "is_plain_class",
+    "is_viewable",
+    "is_weight",
+    "kind_of",
+    "storage_of",
+]
 
 Tensor = torch.Tensor
 _float32 = torch.float32
@@ -16,11 +25,15 @@ _KINDS: dict[type, str] = {torch.Tensor: "leaf", torch.nn.Parameter: "parameter"
 
 def _kind(cls: type) -> str:
     """Say which tensors of a class are weights: all ("parameter"), leaves ("leaf"), or none ("")."""
-    has_own_dispatch = cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
     is_lazy = issubclass(cls, UninitializedTensorMixin)
-    found = "parameter" if issubclass(cls, torch.nn.Parameter) and not has_own_dispatch and not is_lazy else ""
+    found = "parameter" if issubclass(cls, torch.nn.Parameter) and is_plain_class(cls) and not is_lazy else ""
     _KINDS[cls] = found
     return found
+
+
+def is_plain_class(cls: type[Tensor]) -> bool:
+    """Tell whether what ops do to tensors of a class is torch's business alone."""
+    return cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined,no-any-return]
 
 
 def kind_of(cls: type) -> str:

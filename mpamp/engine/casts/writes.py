@@ -16,6 +16,7 @@ from torch.autograd import grad_mode
 from ...rules.eligibility import find_overload, overload_name
 from ..compiling import left_out, left_out_by_itself
 from .cache import forget, outdate
+from .handouts import watch_handouts
 from .remaking import remake
 
 __all__ = ["watch_writes"]
@@ -34,6 +35,7 @@ def watch_writes() -> None:
     for op in silent_ops():
         library.impl(overload_name(op).partition("::")[2], _telling(op), _KEY, with_keyset=True)
     _watch_counters_set_back()
+    watch_handouts()
 
 
 @left_out

@@ -30,7 +30,7 @@ from ...rules.optable import OpTable
 from ...rules.policy import CASTABLE, RAISING, CastPolicy
 from ...rules.rows import APPEND_DTYPE
 from .. import marks, scope
-from ..casts import cache
+from ..casts import aliases, cache
 from ..casts.weights import is_viewable, kind_of
 from ..losses import fused
 from ..observing import OBSERVERS
@@ -120,7 +120,8 @@ def _connect(found: Any) -> None:
     _tell_carriers(found)
     marks.CARRIERS.on_choice.append(lambda: _tell_carriers(found))
     scope.connect(found)
-    cache.COMPILED[:] = [found]
+    cache.COMPILED[:] = aliases.COMPILED[:] = [found]
+    found.set_look_for_aliases(aliases.look)
     OBSERVERS.changed.append(lambda: found.observe(bool(OBSERVERS.all)))
 
 

@@ -2,7 +2,7 @@
 // unchanged. Other threads may drop entries, so each cache has a lock; only its own thread adds.
 #pragma once
 
-#include "common.h"
+#include "aliases.h"
 
 #include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
@@ -134,16 +134,19 @@ inline bool is_weight(const Tensor& t) {
 struct State {
   explicit State(const Tensor& t)
       : version(version_of(t)), storage(storage_of(t)), data(storage->data()), offset(t.storage_offset()),
-        sizes(t.sizes()), strides(t.strides()) {}
+        sizes(t.sizes()), strides(t.strides()), record(records().find(storage)), epoch(record ? record->now(storage) : 0) {}
   bool is_of(const Tensor& t) const {
     return version == version_of(t) && storage == storage_of(t) && data == storage->data() &&
-        offset == t.storage_offset() && t.sizes() == at::IntArrayRef(sizes) && t.strides() == at::IntArrayRef(strides);
+        offset == t.storage_offset() && t.sizes() == at::IntArrayRef(sizes) && t.strides() == at::IntArrayRef(strides) &&
+        (!record || epoch == record->now(storage));
   }
   uint32_t version;
   c10::StorageImpl* storage;
   const void* data;
   int64_t offset;
   c10::SmallVector<int64_t, 4> sizes, strides;
+  std::shared_ptr<Record> record;
+  int64_t epoch; // of the memory: writes through aliases of the weight begin another
 };
 
 inline c10::Stream current_stream(c10::Device device) {
@@ -290,6 +293,7 @@ struct Cache {
     ++casts;
     auto dropped = drops.load();
     auto storage = held(weight);
+    begin_record(weight, storage);
     State state(weight);
     bool is_view = !weight.is_same(user), is_whole = !is_view || is_all_of(user, weight);
     Tensor graph = is_whole ? cast(user, dtype) : data(weight, dtype);

@@ -235,6 +235,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::call_guard<py::gil_scoped_release>());
   m.def("remake", py::overload_cast<const std::vector<Tensor>&>(&remake), py::call_guard<py::gil_scoped_release>());
   m.def("serves", &serves);
+  bind_aliases(m);
   m.attr("max_ops") = kOps;
   m.attr("knows_handles") = Handles<c10::Stream>::are_known;
 }
