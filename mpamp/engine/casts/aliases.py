@@ -1,8 +1,8 @@
 """Writes into a weight's memory that the weight's own version counter doesn't show.
 
-``weight.data`` shares the weight's memory and has a counter of its own, and so has what is given as ``weight.data =``;
-an array of NumPy's has none. A record of the memory tells one epoch from the next: a cast that was made in another epoch
-may be of what isn't there any more. Counters that may show a write are held and read again whenever the epoch is asked
+``weight.data`` shares the weight's memory and has a counter of its own, and so has what is given as
+``weight.data =``; an array of NumPy's has none. A record of the memory tells one epoch from the next: a cast that was
+made in another epoch may be of what isn't there any more. Counters that may show a write are held and read again whenever the epoch is asked
 for, so that a write shows although the alias is gone; while a pointer is out each answer is another epoch.
 
 ``handouts`` tells of aliases and pointers as they are handed out. Those of before a weight's first cast are looked for
@@ -123,11 +123,11 @@ def _shadow(alias: Tensor) -> Tensor | None:
         return None
     try:
         with torch._C._DisableTorchDispatch() if _mode_depth() else contextlib.nullcontext():
-            shadow = Tensor._make_subclass(Tensor, alias)  # type: ignore[attr-defined]
+            shadow: Tensor = Tensor._make_subclass(Tensor, alias)
             _set_data(shadow, _NOTHING)
     except RuntimeError:  # a device whose tensors can't be given other data
         return None
-    return shadow  # type: ignore[no-any-return]
+    return shadow
 
 
 _RECORD = "_mpamp_record"
@@ -202,7 +202,7 @@ def _says_so_of_all(device: torch.device) -> bool:
 
 
 _waits = [0, 0]
-"""How many weights are still to be passed over, and how many were the last time: twice as many after each vain search."""
+"""How many weights are still to be passed over, and how many were the last time: twice as many after a vain search."""
 
 
 def look(weight: Tensor, own: int = 0) -> None:

@@ -79,8 +79,8 @@ def checked(enter: F) -> F:
             if stale:
                 raise StaleCastError(
                     f"kept casts are stale: {'; '.join(map(str, stale))}. Their weights were written past torch's "
-                    "version counters, as a kernel that is given an address does: call mpamp.clear_cache() after such a write. "
-                    "mpamp.verify_cache(model) names them."
+                    "version counters, as a kernel that is given an address does: call mpamp.clear_cache() after such "
+                    "a write. mpamp.verify_cache(model) names them."
                 )
         return enter(self)
 

@@ -143,7 +143,7 @@ def _hand_out(tensor: Tensor, holder: Any) -> None:
         record = record_of(tensor)
     record.hand_out()
     if holder is not None:
-        weakref.finalize(holder, record.take_back).atexit = False  # type: ignore[misc]
+        weakref.finalize(holder, record.take_back).atexit = False
 
 
 @left_out

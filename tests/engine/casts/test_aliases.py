@@ -365,7 +365,8 @@ def test_the_class_has_what_it_had() -> None:
     with mpamp.autocast("cpu", dtype=BRAIN):
         pass
     base = torch._C.TensorBase
-    assert Tensor.data is base.data and Tensor.set_ is base.set_ and Tensor.numpy is base.numpy  # type: ignore[attr-defined,comparison-overlap]
+    for name in ("data", "set_", "numpy"):
+        assert getattr(Tensor, name) is getattr(base, name)
     assert Parameter.data is base.data  # type: ignore[attr-defined,comparison-overlap]
     assert inspect.signature(Tensor.__dlpack__).parameters
     tensor = torch.ones(2)
@@ -482,7 +483,8 @@ def test_from_another_thread() -> None:
             reader = threading.Thread(target=lambda used=used: used.append(program.use()))  # type: ignore[misc]
             reader.start()
             reader.join()
-            assert program.use() == value and used == [value]
+            assert program.use() == value
+            assert used == [value]
 
 
 def test_verify_cache_finds_what_is_seen_by_nothing(program: Program) -> None:
