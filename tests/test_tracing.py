@@ -128,7 +128,6 @@ def test_decorated_method_of_a_compiled_module(x: Tensor, options: dict[str, Any
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", [{}, {"ops": FULL_SOFTMAX}, {"enabled": False}])
-@pytest.mark.xfail(strict=True, reason="Dynamo does not know how to enter a Region object")
 def test_prebuilt_region_inside_a_compiled_function(x: Tensor, options: dict[str, Any], backend: str) -> None:
     prebuilt = region(**options)
 

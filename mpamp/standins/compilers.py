@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from ..importing import after_import
 from ..patching import Patches
+from ..regions.dynamo import Entered
 from ..regions.region import traced_contexts
 from .callers import is_torchs
 from .regions import region_of
@@ -42,34 +42,29 @@ class _Compilers:
     def _patch(self) -> None:
         if self._is_on and not self._patches:
             variable = sys.modules[_MODULE].AutocastModeVariable
-            self._patches.wrap(variable, "enter", functools.partial(_enter, variable))
+            self._patches.wrap(variable, "enter", _enter)
             self._patches.wrap(variable, "exit", _exit)
 
 
-def _enter(variable: Any, enter: Any) -> Any:
+def _enter(enter: Any) -> Any:
     def enter_ours(self: Any, tx: Any, *args: Any) -> Any:
         contexts = _contexts(self, tx)
         if contexts is None:
             return enter(self, tx, *args)
-        # torch's cache is on in them: kernels take it as the sign to look for a mark.
-        self.mpamp_regions = [variable(target_values=[*each, True], initial_values=None) for each in contexts]
-        for region in self.mpamp_regions:
-            result = enter(region, tx, *args)
-        self.set_cleanup_hook(tx, lambda: None)  # each of them has its own
-        return result
+        # Several, for an object may be entered again while it is open.
+        self.__dict__.setdefault("mpamp_entered", []).append(Entered(tx, contexts))
+        return sys.modules["torch._dynamo.variables"].ConstantVariable.create(None)
 
     return enter_ours
 
 
 def _exit(exit: Any) -> Any:
     def exit_ours(self: Any, tx: Any, *args: Any) -> Any:
-        regions = self.__dict__.pop("mpamp_regions", None)
-        if regions is None:
+        entered = self.__dict__.get("mpamp_entered")
+        if not entered:
             return exit(self, tx, *args)
-        for region in reversed(regions):
-            result = exit(region, tx, *args)
-        self.cleanup_assert()
-        return result
+        entered.pop().leave(tx)
+        return sys.modules["torch._dynamo.variables"].ConstantVariable.create(None)
 
     return exit_ours
 

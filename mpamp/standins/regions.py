@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..devices.registry import device_state
-from ..engine.compiling import is_dynamo_compiling
+from ..engine.compiling import is_dynamo_compiling, left_out_by_itself
 from ..engine.entries import enter, leave
 from ..engine.marks import set_dtype
 from ..errors import MpampError
@@ -86,6 +86,7 @@ REGIONS = _Regions()
 
 
 def _enter(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @left_out_by_itself  # in the eager parts of a compiled program Dynamo would compile it, as any function of a user's
     @functools.wraps(own)
     def __enter__(instance: Any) -> Any:
         # Dynamo comes by for subclasses only, whose regions stay torch's in what it compiles.
@@ -111,6 +112,7 @@ def _enter(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _exit(own: Callable[..., Any]) -> Callable[..., Any]:
+    @left_out_by_itself
     @functools.wraps(own)
     def __exit__(instance: Any, *error: Any) -> Any:
         if is_dynamo_compiling():
@@ -157,6 +159,7 @@ def region_of(instance: Any, persistent_cache: bool) -> Region | None:
 def _call(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return torch's decorator, with functions whose body runs in steps in their region too."""
 
+    @left_out_by_itself
     @functools.wraps(own)
     def __call__(instance: Any, func: Any) -> Any:
         steps = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
