@@ -14,6 +14,7 @@ from .autocasting import redirect_autocast, serve_regions
 from .namespaces import redirect_namespaces
 from .parallel import redirect_parallel
 from .patches import Patches
+from .sharding import redirect_sharding
 from .target import Target
 from .tensors import redirect_tensors
 
@@ -28,7 +29,13 @@ class _Redirection:
 
     def begin(self) -> None:
         try:
-            for replace in (redirect_tensors, redirect_autocast, redirect_parallel, redirect_namespaces):
+            for replace in (
+                redirect_tensors,
+                redirect_autocast,
+                redirect_parallel,
+                redirect_sharding,
+                redirect_namespaces,
+            ):
                 replace(self.patches, self.target)
             serve_regions(self.target, is_on=True)
             _forget_names()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._ops import OpOverload
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -31,7 +32,13 @@ class Maker:
         return values.requires_grad_(self.requires_grad)
 
     def ints(self, *values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+        try:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+        except RuntimeError:  # torch has no guard of its own for a device that a plugin brings
+            made = torch.zeros(len(values), dtype=dtype, device=self.device)
+            if not isinstance(made, FakeTensor):
+                raise
+            return made
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
