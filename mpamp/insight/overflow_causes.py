@@ -28,7 +28,7 @@ class Culprit(NamedTuple):
     """The call that made an overflow, as it can be found again when the step is run again, and what may help."""
 
     place: int
-    """Among the calls of the step."""
+    """Among the calls of its kernel in the step."""
     kernel: str
     rule_op: str | None
     """The op whose rule decides its dtypes."""
@@ -172,6 +172,7 @@ class StepValues:
             self._made_by(call),
             rule,
             advice,
+            reason=self._reason(call),
         )
 
     # -- What would help ---------------------------------------------------------------------------
@@ -180,7 +181,8 @@ class StepValues:
         module = self._decided_in(call).module
         calls = [c for c in self._calls if not c.is_backward and self._lower_dtype(c) is not None]
         elsewhere = {c.module for c in calls if deciding(c.around) == rule_op} - {module}
-        return Culprit(self._place(call), call.op, rule_op, tuple(self._makers_of(call)), module, bool(elsewhere))
+        place = sum(c.op == call.op for c in self._calls[: self._place(call)])
+        return Culprit(place, call.op, rule_op, tuple(self._makers_of(call)), module, bool(elsewhere))
 
     def _makers_of(self, call: OpCall) -> dict[str, None]:
         """Return the rules that decide what made a call's inputs in lower dtypes, the nearest first."""
