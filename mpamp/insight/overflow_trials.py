@@ -143,6 +143,6 @@ class _Trials:
 
 def _advice(ops: dict[str, str], modules: dict[str, str], culprit: Culprit) -> str:
     by_op, by_module = f"ops={ops!r}", f"module_rules(model, {modules!r})"
-    if ops and modules and culprit.is_elsewhere:
+    if ops and modules and not culprit.elsewhere.isdisjoint(ops):
         return f"{by_module}; {by_op} would be for every module"
     return by_op if ops else by_module if modules else ""

@@ -116,8 +116,8 @@ def run_backward(
                 loss * scale, list(params.values()), allow_unused=True, retain_graph=retain_graph
             )
         except RuntimeError as error:
-            if "Checkpointing is not compatible with .grad()" not in str(error):
-                raise
+            if "heckpoint" not in str(error) or ".grad()" not in str(error):
+                raise  # what reentrant checkpoints don't allow
             found = _grads_of(loss * scale, list(params.values()))
     return {name: grad for name, grad in zip(params, found, strict=True) if grad is not None}
 
