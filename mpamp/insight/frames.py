@@ -14,7 +14,7 @@ from ..errors import MpampError
 from ..rules.optable import OpTable
 from .overflow_measures import floats_in
 
-__all__ = ["Frame", "deciding", "frame_of", "plain_name"]
+__all__ = ["Frame", "deciding", "frame_of", "plain_name", "table_on"]
 
 
 class Frame(NamedTuple):
@@ -30,13 +30,13 @@ class Frame(NamedTuple):
 def frame_of(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
     """Return what is to be known of a call that is about to be made."""
     for device in {tensor.device.type for _, tensor in floats_in([args, kwargs])}:
-        table = _table_on(device)
+        table = table_on(device)
         if table is not None:
             return Frame(op, True, op in table)
     return Frame(op, False, False)
 
 
-def _table_on(device: str) -> OpTable | None:
+def table_on(device: str) -> OpTable | None:
     """Return the table in force on a device type; None outside of autocast."""
     try:
         if not torch.is_autocast_enabled(device):

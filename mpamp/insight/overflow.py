@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable
@@ -12,14 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.compiledcode import CompiledCalls
 from ..engine.watching import unwatched, watch_calls
 from ..errors import MpampError
 from ..regions.region import Region, autocast
 from .module_paths import ModulePaths
-from .overflow_calls import Recorder
-from .overflow_causes import StepValues
+from .overflow_calls import Recorder, Seen
+from .overflow_causes import Culprit, StepValues
 from .overflow_measures import floats_in, plain_of
 from .overflow_report import StepReport
+from .overflow_trials import Watched, with_advice
+from .repeated_step import Change, RepeatedStep, run_backward
 from .scale_search import Backward, with_scales
 from .surrounding import is_in_region
 
@@ -55,6 +59,10 @@ class OverflowFinder:
         self._ends: list[int] = []
         self._scale: int | None = None
         self._device = torch.device("cpu")
+        self._compiled: CompiledCalls | None = None
+        self._given: Any = ()
+        self._last = Watched(None, None)
+        """The overflow of the step that was read last, and the call that made it."""
 
     @property
     def first(self) -> StepReport | None:
@@ -79,10 +87,23 @@ class OverflowFinder:
         """
         return [report for report in self.reports if report.parameters or report.is_skipped_for_others]
 
+    @property
+    def compiled_calls(self) -> int:
+        """How often compiled code ran meanwhile, which isn't seen into."""
+        return 0 if self._compiled is None else self._compiled.count
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """What wasn't looked at, in words."""
+        found = [f"It couldn't look at a call: {problem}" for problem in self._recorder.problems]
+        if self.compiled_calls:
+            found.append(f"Compiled code ran {self.compiled_calls} times, and is not seen into.")
+        return tuple(found)
+
     def __str__(self) -> str:
-        if not self.reports:
-            return f"{self.steps} steps: nothing overflows, and no gradient underflows"
-        return "\n".join(map(str, self.reports))
+        clear = f"{self.steps} steps: nothing overflows, and no gradient underflows"
+        clear += ", in what was seen" if self.unseen else ""
+        return "\n".join([*(map(str, self.reports) if self.reports else [clear]), *self.unseen])
 
     def __enter__(self) -> OverflowFinder:
         if self._open is not None:
@@ -93,8 +114,9 @@ class OverflowFinder:
                 if param.requires_grad:
                     hook = param.register_hook(self._gradient_hook(name))
                     stack.callback(hook.remove)
-            stack.enter_context(watch_calls(self._recorder, self.give_way))
+            self._compiled = stack.enter_context(watch_calls(self._recorder, self.give_way))
             self._reset()
+            self._recorder.looked(lambda: self._recorder.take_as_given(self._given))
             self._open = stack.pop_all()
         return self
 
@@ -117,7 +139,7 @@ class OverflowFinder:
         Waits for the device once.
         """
         recorder = self._recorder
-        if not recorder.calls:
+        if not recorder.calls and not self._ends:
             return None
         with unwatched():
             after = None if self._scale is None else self._scale_now(self._device)
@@ -142,6 +164,7 @@ class OverflowFinder:
         names = [name for name, _ in self.model.named_parameters() if name in self._gradients]
         bad = tuple(name for name in names if not values.is_finite(self._gradients[name]))
         overflow = values.overflow([*self._ends, *sinks, *self._gradients.values()])
+        self._last = Watched(overflow, values.culprit, self._recorder.arguments)
         least = self._least_share
         underflows = () if least is None else values.underflows(self._gradients, self._lacks, least, scale)
         is_lower = scale is not None and scale_after is not None and scale_after < scale
@@ -156,27 +179,36 @@ class OverflowFinder:
         if self._gradients:
             self.read()
 
+    def _advise(self, step: RepeatedStep) -> None:
+        """Say what helps against the overflow of the step that was read last, by running that again."""
+        if self._last.overflow is None:
+            return
+        overflow = with_advice(self._last, step, _watch, is_compiled=bool(self.compiled_calls))
+        self.reports.append(dataclasses.replace(self.reports.pop(), overflow=overflow))
+
     def _see_output(self, output: Any) -> None:
-        with unwatched():
-            plain = [plain_of(tensor) for _, tensor in floats_in(output)]
-            found = [self._recorder.see(tensor, "output") for tensor in plain if tensor is not None]
+        found = self._recorder.looked(lambda: self._seen_in(output)) or []
         self._ends += [seen.number for seen in found if seen is not None]
 
-    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
-        def see(grad: Tensor) -> None:
-            with unwatched():
-                if self._scale is None:
-                    self._device = grad.device
-                    self._scale = self._scale_now(grad.device)
-                plain = plain_of(grad)
-                seen = None if plain is None else self._recorder.see(plain, name)
-                lack = None if plain is None else self._recorder.lost.gradient(name, plain)
-            if lack is not None:
-                self._lacks[name] = lack
-            if seen is not None:
-                self._gradients[name] = seen.number
+    def _seen_in(self, output: Any) -> list[Seen | None]:
+        plain = [plain_of(tensor) for _, tensor in floats_in(output)]
+        return [self._recorder.see(tensor, "output") for tensor in plain if tensor is not None]
 
-        return see
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
+        return lambda grad: self._recorder.looked(lambda: self._see_gradient(name, grad))
+
+    def _see_gradient(self, name: str, grad: Tensor) -> None:
+        if self._scale is None:
+            self._device = grad.device
+            self._scale = self._scale_now(grad.device)
+        plain = plain_of(grad)
+        if plain is None:
+            return
+        seen, lack = self._recorder.see(plain, name), self._recorder.lost.gradient(name, plain)
+        if lack is not None:
+            self._lacks[name] = lack
+        if seen is not None:
+            self._gradients[name] = seen.number
 
     def _scale_now(self, device: torch.device) -> int | None:
         if self.scaler is None:
@@ -229,19 +261,26 @@ def find_overflow(
     if region is None:
         region = None if is_in_region() else autocast(device)
     params: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    scale = None if scaler is None or not scaler.is_enabled() else scaler.get_scale()
+    step = None
+    if not _is_one_of_several():
+        with contextlib.suppress(Exception):  # inputs that can't be copied: the step is run once
+            step = RepeatedStep(model, inputs, kwargs, loss, device, region, scale or 1.0)
     finder._recorder.keeps_whole = True
+    finder._given = (inputs, kwargs)
+    run, can_repeat, whole = None, False, None
     with finder:
         with contextlib.nullcontext() if region is None else region:
             output = model(*inputs, **kwargs)
             value = None if loss is None else loss(output)
             finder._see_output(value)
-        if value is None or not params:
-            return finder
-        run = functools.partial(_backward, value, params, device)
-        scale = None if scaler is None or not scaler.is_enabled() else scaler.get_scale()
-        can_repeat = _run_once(run, 1.0 if scale is None else scale)
-        whole = finder._recorder.lost.whole
-    if can_repeat and finder.reports and whole is not None:
+        if value is not None and params:
+            run = functools.partial(run_backward, value, params, device)
+            can_repeat = _run_once(run, 1.0 if scale is None else scale)
+            whole = finder._recorder.lost.whole
+    if step is not None:
+        finder._advise(step)
+    if run is not None and can_repeat and finder.reports and whole is not None:
         with contextlib.suppress(RuntimeError):  # a backward pass that can't be run twice: no scale is named
             again = Backward(run, whole, scale or 1.0)
             report = with_scales(finder.reports.pop(), again, least_share or 1.0)
@@ -249,13 +288,22 @@ def find_overflow(
     return finder
 
 
-def _backward(
-    loss: Tensor, params: dict[str, Tensor], device: str, scale: float, retain_graph: bool = True
-) -> dict[str, Tensor]:
-    """Run the backward pass of a loss times a scale; return the parameters' gradients."""
-    with autocast(device, enabled=False):
-        found = torch.autograd.grad(loss * scale, list(params.values()), allow_unused=True, retain_graph=retain_graph)
-    return {name: grad for name, grad in zip(params, found, strict=True) if grad is not None}
+def _is_one_of_several() -> bool:
+    """Tell whether other ranks run the same step: they'd wait for each other if one of them ran it again."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _watch(step: RepeatedStep, change: Change, kept: Culprit | None) -> Watched:
+    """Run a step again and watch it."""
+    finder = OverflowFinder(step.model, None, None)
+    finder._recorder.tries_alone = False
+    finder._given = step.inputs
+    if kept is not None:
+        finder._recorder.kept = (kept.place, kept.kernel)
+    with finder:
+        step.run(change, finder._see_output)
+    return finder._last
 
 
 def _run_once(run: Callable[..., Any], scale: float) -> bool:

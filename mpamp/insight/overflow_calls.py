@@ -90,7 +90,7 @@ class Recorder:
         self.tries_alone = True
         """Whether each call in a lower dtype is run again in float32, to know whether that would help."""
         self.kept: tuple[int, str] | None = None
-        """The call whose arguments are kept when it comes: its place among the step's calls, and its op."""
+        """The call whose arguments are kept when it comes: its place among those of its op in the step, and the op."""
         self.problems: dict[str, None] = {}
         """What couldn't be looked at, and why."""
         self.looks_for_underflow = looks_for_underflow
@@ -156,7 +156,7 @@ class Recorder:
     def _inputs(self, op: OpOverload, name: str, named: list[tuple[str, Any]]) -> list[Seen]:
         """Measure what a call takes; memory that it only writes to is none of that."""
         written = _written_over(op)
-        if self.kept == (len(self.calls), name):
+        if self.kept is not None and self.kept == (sum(call.op == name for call in self.calls), name):
             self.arguments = {label: _copied(value) for label, value in named}
         taken = [(label, value) for label, value in named if label not in written]
         given = _plain([(f"{label}{rest}", t) for label, value in taken for rest, t in floats_in(value)])

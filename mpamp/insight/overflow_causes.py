@@ -28,15 +28,15 @@ class Culprit(NamedTuple):
     """The call that made an overflow, as it can be found again when the step is run again, and what may help."""
 
     place: int
-    """Among the calls of the step."""
+    """Among the calls of its kernel in the step."""
     kernel: str
     rule_op: str | None
     """The op whose rule decides its dtypes."""
     makers: tuple[str, ...]
     """The ops whose rules decide what made its inputs, the nearest first."""
     module: str | None
-    is_elsewhere: bool
-    """Whether other modules run the same op in a lower dtype."""
+    elsewhere: frozenset[str | None]
+    """The ops whose rules decide what other modules run in lower dtypes."""
 
 
 class _There(NamedTuple):
@@ -172,6 +172,7 @@ class StepValues:
             self._made_by(call),
             rule,
             advice,
+            reason=self._reason(call),
         )
 
     # -- What would help ---------------------------------------------------------------------------
@@ -179,12 +180,15 @@ class StepValues:
     def _culprit(self, call: OpCall, rule_op: str | None) -> Culprit:
         module = self._decided_in(call).module
         calls = [c for c in self._calls if not c.is_backward and self._lower_dtype(c) is not None]
-        elsewhere = {c.module for c in calls if deciding(c.around) == rule_op} - {module}
-        return Culprit(self._place(call), call.op, rule_op, tuple(self._makers_of(call)), module, bool(elsewhere))
+        elsewhere = frozenset(deciding(c.around) for c in calls if c.module != module)
+        place = sum(c.op == call.op for c in self._calls[: self._place(call)])
+        return Culprit(place, call.op, rule_op, tuple(self._makers_of(call)), module, elsewhere)
 
     def _makers_of(self, call: OpCall) -> dict[str, None]:
-        """Return the rules that decide what made a call's inputs in lower dtypes, the nearest first."""
+        """Return the rules that decide what made a call's inputs in lower dtypes: the module's own first, the nearest first."""
         found: dict[str, None] = {}
+        outside: dict[str, None] = {}
+        module = self._decided_in(call).module
         left, known = [s.number for s in (call.forward or call).inputs], set[int]()
         while left and len(known) < _MOST_MAKERS:
             number = left.pop(0)
@@ -194,9 +198,9 @@ class StepValues:
             known.add(number)
             op = deciding(maker.around) if self._lower_dtype(maker) is not None else None
             if op is not None:
-                found[op] = None
+                (found if maker.module == module else outside)[op] = None
             left += [seen.number for seen in maker.inputs]
-        return found
+        return {**found, **outside}
 
     def _alone(self, call: OpCall, rule_op: str | None, lower: torch.dtype | None) -> tuple[dict[str, str], str]:
         """Return the rule that helps by what the call alone gave in float32, and the advice."""

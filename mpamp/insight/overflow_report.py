@@ -41,10 +41,13 @@ class Overflow:
         inputs: What the call was given.
         outputs: What came out.
         made_by: What made the value that didn't fit, where a cast was too much.
-        rule: What to give ``ops=`` to have it run in float32; empty where no rule can help.
+        rule: What to give ``ops=``: rules for ops with which the step was run and had no inf or NaN; of a loop's step,
+            with which the call alone had none. Empty where none was found to help.
         advice: In words.
         fitting_scale: The largest power of two as a loss scale with which the backward pass ran without an inf or NaN
             in a gradient; None where none was found, or where it couldn't be run again.
+        module_rules: What to give ``mpamp.module_rules``, with which the step was run and had no inf or NaN; or empty.
+        reason: What is wrong with its inputs, as far as that is known.
     """
 
     op: str
@@ -58,8 +61,17 @@ class Overflow:
     rule: dict[str, str]
     advice: str
     fitting_scale: float | None = None
+    module_rules: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether it ran in float32 or wider."""
+        return all(t.dtype.itemsize >= 4 for t in (*self.inputs, *self.outputs) if t.dtype.is_floating_point)
 
     def __str__(self) -> str:
+        if self.kernel == "no call":
+            return "\n".join([self.op, *(f"  in   {tensor}" for tensor in self.inputs), f"  {self.advice}"])
         where = "outside of the model" if self.module is None else f"in {self.module or 'the model itself'}"
         lines = [f"{self.op} ({self.kernel}) {where}, {self.phase}"]
         lines += [f"  parameter {self.parameter}"] if self.parameter else []

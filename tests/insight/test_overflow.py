@@ -144,6 +144,130 @@ def test_a_nan_in_a_parameter_is_said_to_be_older_than_the_step() -> None:
     assert "before the step" in overflow.advice
 
 
+class Scaled(nn.Module):
+    """Multiplies by a buffer before a norm, which makes NaN of an inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.register_buffer("run", torch.ones(8))
+        self.meddle: Callable[[Tensor], Tensor] = lambda y: y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.meddle(self.layer(x * self.run)))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("where", ["an input", "run", "layer.bias"])
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_what_was_there_before_is_not_blamed_on_an_op(value: float, where: str, in_a_loop: bool) -> None:
+    model, x = Scaled(), torch.randn(4, 8)
+    with torch.no_grad():
+        {"an input": x[0], "run": model.run, "layer.bias": model.layer.bias}[where][3] = value
+    if in_a_loop:
+        with find_overflow(model) as found, half():
+            model(x)
+    else:
+        found = find_overflow(model, x, loss=total, region=half())
+    overflow = found.reports[0].overflow
+    assert overflow is not None
+    assert (overflow.kernel, overflow.rule) == ("no call", {})
+    if in_a_loop and where == "an input":
+        assert "came in with an inf or NaN when mul took it" in overflow.advice
+    else:
+        assert overflow.op == where
+        assert overflow.advice.startswith(f"{where} had an inf or NaN before the step")
+
+
+def by_numpy(y: Tensor) -> Tensor:
+    y.detach().view(torch.int16).numpy()[0, 0] = 0x7C00  # inf
+    return y
+
+
+def by_untyped_memory(y: Tensor) -> Tensor:
+    y.detach().untyped_storage()[1] = 0x7C
+    y.detach().untyped_storage()[0] = 0
+    return y
+
+
+@pytest.mark.parametrize("meddle", [by_numpy, by_untyped_memory])
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_what_was_written_unseen_is_said_to_be(meddle: Callable[[Tensor], Tensor], in_a_loop: bool) -> None:
+    model, x = Scaled(), torch.randn(4, 8)
+    model.meddle = meddle
+    if in_a_loop:
+        with find_overflow(model) as found, half():
+            model(x)
+    else:
+        found = find_overflow(model, x, region=half())
+    overflow = found.reports[0].overflow
+    assert overflow is not None
+    assert (overflow.op, overflow.kernel, overflow.rule) == ("the result of linear in layer", "no call", {})
+    assert "NumPy" in overflow.advice
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_what_another_library_made_is_said_to_be() -> None:
+    model = Scaled()
+    model.meddle = lambda y: y + torch.from_numpy(y.detach().float().numpy() * float("inf"))
+    overflow = find_overflow(model, torch.randn(4, 8), region=half()).reports[0].overflow
+    assert overflow is not None
+    assert (overflow.kernel, overflow.rule) == ("no call", {})
+    assert "came in with an inf or NaN when add took it" in overflow.advice
+
+
+@pytest.mark.parametrize("held", [0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("how", ["out", "copy", "zero"])
+def test_memory_that_is_only_written_to_is_no_input(held: float, how: str) -> None:
+    def meddle(y: Tensor) -> Tensor:
+        memory = torch.full((4, 8), held, dtype=HALF)
+        if how == "out":
+            torch.mul(y.detach(), 1e6, out=memory)
+        elif how == "copy":
+            memory.copy_(y.detach() * 1e6)
+        else:
+            memory.zero_().add_(y.detach()).mul_(1e6)
+        return y + memory
+
+    model = Scaled()
+    model.meddle = meddle
+    overflow = find_overflow(model, torch.randn(4, 8), region=half()).reports[0].overflow
+    assert overflow is not None
+    assert overflow.kernel.startswith("aten::mul")
+
+
+def test_a_mask_that_is_given_is_no_fault_unless_it_leaves_nothing() -> None:
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return torch.softmax(super().forward(x) + mask, -1)
+
+    model, x, mask = Masked(4, 4), torch.randn(4, 4), torch.zeros(4, 4)
+    mask[:, 1] = float("-inf")
+    assert find_overflow(model, x, mask, loss=total, region=half()).first is None
+    mask[2] = float("-inf")
+    overflow = find_overflow(model, x, mask, loss=total, region=half()).reports[0].overflow
+    assert overflow is not None
+    assert (overflow.op, overflow.rule) == ("softmax", {})
+    assert "a row is -inf only at index (2,)" in overflow.advice
+
+
+def test_a_cast_in_the_code_gets_no_rule() -> None:
+    for cast in (Tensor.half, lambda y: y.to(HALF), lambda y: y.type(HALF), lambda y: torch.empty_like(y).half().copy_(y)):
+        model = Scaled()
+        model.meddle = lambda y, cast=cast: cast(y.float() * 1e6)  # type: ignore[misc]
+        overflow = find_overflow(model, torch.randn(4, 8), loss=total, region=half()).reports[0].overflow
+        assert overflow is not None
+        assert overflow.rule == {}
+        assert "no rule decides it" in overflow.advice
+
+
+def test_what_cannot_be_looked_at_is_said_and_does_no_harm() -> None:
+    model = nn.Linear(4, 4)
+    with mock.patch("mpamp.insight.overflow_calls.range_of", side_effect=RuntimeError("no such thing")):
+        found = find_overflow(model, torch.ones(2, 4), loss=total, region=half())
+    assert "RuntimeError: no such thing" in str(found)
+
+
 def test_what_runs_in_float32_gets_no_rule() -> None:
     overflow = find_overflow(nn.Identity(), torch.zeros(2), loss=torch.log, region=half()).reports[0].overflow
     assert overflow is not None
