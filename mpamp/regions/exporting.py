@@ -157,9 +157,9 @@ def _record_casts(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any 
             with self, _in_kernel(device):
                 return func._op_dk(device.key, *args, **kwargs)
         if _casts_inside(func, args, kwargs):
-            if func is torch.ops.aten.lstm.input:
-                args = _as_one_layer(device, args)
             with self:
+                if func is torch.ops.aten.lstm.input:
+                    args = _as_one_layer(device, args)
                 return func.decompose(*args, **kwargs)
     return _dispatch(self, func, types, args, kwargs)
 
