@@ -25,6 +25,7 @@ from ..engine.marks import CARRIERS
 from ..engine.resolving import resolve
 from ..engine.scope import THREAD
 from ..rules.eligibility import overload_name
+from ..rules.policy import CASTABLE, CastPolicy
 
 __all__ = ["record_enter", "record_exit", "serve_export"]
 
@@ -157,8 +158,29 @@ def _record_casts(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any 
                 return func._op_dk(device.key, *args, **kwargs)
         if _casts_inside(func, args, kwargs):
             with self:
+                if func is torch.ops.aten.lstm.input:
+                    args = _as_one_layer(device, args)
                 return func.decompose(*args, **kwargs)
     return _dispatch(self, func, types, args, kwargs)
+
+
+_ONE_LAYER = "aten::mkldnn_rnn_layer"
+
+
+def _as_one_layer(device: DeviceState, args: Any) -> Any:
+    """Return the arguments of an LSTM as eager code runs it: by one op a layer, where the device has that op.
+
+    Programs have its steps in that op's place, which would be cast by rows of their own.
+    """
+    x, states, weights, *rest = args
+    scope, lower = resolve(device), torch.get_autocast_dtype(device.type)
+    policy = None if scope is None else scope.rules[lower].get(_ONE_LAYER)
+    has_projection = states[0].shape[-1] != states[1].shape[-1]
+    if policy is not CastPolicy.LOWER_PRECISION_FP or has_projection or not is_native(device, _ONE_LAYER):
+        return args
+    if not all(t.dtype in CASTABLE for t in (x, *states, *weights)):
+        return args
+    return x.to(lower), [t.to(lower) for t in states], [t.to(lower) for t in weights], *rest
 
 
 def _device_of(func: Any, args: Any, kwargs: Any) -> DeviceState | None:

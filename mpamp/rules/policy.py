@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import Enum
 
@@ -9,16 +10,26 @@ import torch
 
 from ..errors import BannedOpError, UnknownPolicyError, nearest
 
-__all__ = ["CASTABLE", "RAISING", "CastPolicy", "target_dtype"]
+__all__ = ["CASTABLE", "LARGEST", "RAISING", "CastPolicy", "target_dtype"]
 
-_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 CASTABLE: frozenset[torch.dtype] = frozenset(
-    getattr(torch, name) for name in ("float32", "float16", "bfloat16", *_FLOAT8) if hasattr(torch, name)
+    d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point and d is not torch.float64
 )
-"""Dtypes that autocast may change: the floating ones, as in torch, other than float64 and those that torch can't cast.
+"""Dtypes that autocast may change: all floating ones, float8 among them, other than float64.
 
 The compiled engine is given this list. Source: ``is_eligible`` of ``aten/src/ATen/autocast_mode.h``.
 """
+
+
+def _largest(dtype: torch.dtype) -> float:
+    try:
+        return torch.finfo(dtype).max
+    except NotImplementedError:  # of two numbers packed in one, which torch casts neither
+        return math.inf
+
+
+LARGEST = {dtype: _largest(dtype) for dtype in CASTABLE}
+"""The largest number that a tensor of a dtype may hold."""
 
 
 class CastPolicy(str, Enum):

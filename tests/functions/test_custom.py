@@ -810,3 +810,31 @@ def test_the_cost_of_a_call_does_not_depend_on_the_number_of_functions() -> None
     derived = [type(f"D{n}", (F,), {}) for n in range(500)]
     assert calls() == before
     assert len(others) == len(derived)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_backward_of_cast_inputs_has_the_dtype_of_its_forward(dtype: torch.dtype, device_type: str | None) -> None:
+    """It is off there, and says what torch's says, in whatever region backward is called."""
+    seen = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @mpamp.custom_fwd(device_type=device_type, cast_inputs=torch.float32)
+        def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+            return a * 2
+
+        @staticmethod
+        @mpamp.custom_bwd(device_type=device_type)
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+            return grads[0] * 2
+
+    x, other = torch.ones(2, requires_grad=True), torch.bfloat16 if dtype is torch.float16 else torch.float16
+    with mpamp.autocast("cpu", dtype=dtype):
+        y = Product.apply(x)
+    y.sum().backward(retain_graph=True)
+    with mpamp.autocast("cpu", dtype=other):
+        y.sum().backward()
+        assert torch.get_autocast_dtype("cpu") is other
+    assert seen == [(False, dtype)] * 2

@@ -496,3 +496,26 @@ def test_aot_export_records_casts(place: str, x: Tensor) -> None:
             graph, _ = aot_export_module(model, (x,), trace_joint=False, pre_dispatch=pre_dispatch)
         arguments = [*dict(model.named_parameters()).values(), *dict(model.named_buffers()).values(), x]
         assert [t.dtype for t in graph(*arguments)[-2:]] == [BRAIN, FULL]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True}], ids=str)
+def test_an_lstm_has_the_dtype_that_its_fused_layer_has(options: dict[str, Any]) -> None:
+    """On processors whose oneDNN has one in lower precision, which the rule stands for here; programs have its steps."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.LSTM(4, 4, **options)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            rules = {"mkldnn_rnn_layer": "lower_precision_fp"}
+            with mpamp.autocast("cpu", dtype=torch.bfloat16, ops=rules), torch.no_grad():
+                y, (h, c) = self.layer(x)
+            return y, h, c
+
+    net, x = Net(), torch.randn(3, 2, 4)
+    found = torch.export.export(net, (x,), strict=False).module()(x)
+    y, (h, c) = net.layer(x)
+    for got, want in zip(found, (y, h, c), strict=True):
+        assert got.dtype is torch.bfloat16
+        assert torch.allclose(got.float(), want, atol=0.05)

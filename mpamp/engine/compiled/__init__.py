@@ -27,7 +27,7 @@ from ...plugins.backend import Backend
 from ...rules.eligibility import DTYPE_OF_WEIGHTS, HELD, NEED_ONE_DTYPE, WRITTEN, is_in_place, overload_name
 from ...rules.eligibility import OBSERVERS as RANGES
 from ...rules.optable import OpTable
-from ...rules.policy import CASTABLE, RAISING, CastPolicy
+from ...rules.policy import LARGEST, RAISING, CastPolicy
 from ...rules.rows import APPEND_DTYPE
 from .. import marks, scope
 from ..casts import aliases, cache
@@ -112,7 +112,7 @@ def which() -> tuple[str, str]:
 def _connect(found: Any) -> None:
     kinds = (torch.dtype, torch.layout, torch.memory_format)
     found.set_types(*([v for v in vars(torch).values() if isinstance(v, kind)] for kind in kinds))
-    found.set_dtypes(list(_DTYPES), [(dtype, torch.finfo(dtype).max) for dtype in CASTABLE])
+    found.set_dtypes(list(_DTYPES), list(LARGEST.items()))
     key_set = torch._C.DispatchKeySet.from_raw_repr
     found.set_asked(
         functools.partial(_code, found.codes), _kind, lambda each: _scope_in(found, each), is_viewable, key_set

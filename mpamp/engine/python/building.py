@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from ...devices.state import DeviceState
 from ...oplists import families
 from ...rules.eligibility import PARAMETERS, WRITTEN, find_overload, overload_name
-from ...rules.policy import CASTABLE, CastPolicy, target_dtype
+from ...rules.policy import CASTABLE, LARGEST, CastPolicy, target_dtype
 from ...rules.rows import APPEND_DTYPE
 from ..compiling import left_out_by_itself
 from ..losses import fused
@@ -300,14 +300,13 @@ def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | No
     return target_of
 
 
-_MAX = {dtype: torch.finfo(dtype).max for dtype in CASTABLE}
 _SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _PRODUCTS = {f"aten::{name}" for family in ("matmul", "matvec") for name in families()[family]}
 """Ops that take sparse tensors."""
 
 
 def _holds(dtype: torch.dtype, number: Any) -> bool:
-    return not isinstance(number, int | float) or abs(number) <= _MAX[dtype] or not math.isfinite(number)
+    return not isinstance(number, int | float) or abs(number) <= LARGEST[dtype] or not math.isfinite(number)
 
 
 def _policy_of_sparse(policy: CastPolicy, tensors: Iterable[Any]) -> CastPolicy:

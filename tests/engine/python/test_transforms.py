@@ -199,3 +199,92 @@ def test_compiled(backend: str) -> None:
     found = torch.compile(function, backend=backend, fullgraph=True)(X)
     assert [t.dtype for t in found] == [t.dtype for t in function(X)] == [FULL, BRAIN]
     torch._dynamo.reset()
+
+
+# -- Models whose layers have parameters in float32 beside activations in lower precision --------------------
+
+
+_MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "linear": lambda: torch.nn.Linear(8, 8),
+    "layer norm": lambda: torch.nn.LayerNorm(8),
+    "group norm": lambda: torch.nn.GroupNorm(2, 8),
+    "rms norm": lambda: torch.nn.RMSNorm(8),
+    "batch norm": lambda: torch.nn.BatchNorm1d(8).eval(),
+    "batch norm, training": lambda: torch.nn.BatchNorm1d(8, track_running_stats=False),
+    "instance norm": lambda: torch.nn.Sequential(
+        torch.nn.Unflatten(-1, (2, 4)), torch.nn.InstanceNorm1d(2, affine=True), torch.nn.Flatten(-2)
+    ),
+    "conv": lambda: torch.nn.Sequential(torch.nn.Unflatten(-1, (2, 4)), torch.nn.Conv1d(2, 2, 1), torch.nn.Flatten(-2)),
+}
+
+
+def _jvp(f: Any, x: torch.Tensor) -> Any:
+    return torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]
+
+
+def _hvp(f: Any, x: torch.Tensor) -> Any:
+    return _jvp(torch.func.grad(lambda x: f(x).float().pow(2).sum()), x)
+
+
+def _dual(f: Any, x: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+_WAYS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "jvp": _jvp,
+    "hvp": _hvp,
+    "dual level": _dual,
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).float().pow(2).sum())(x),
+    "vmap of grad": lambda f, x: torch.vmap(torch.func.grad(lambda x: f(x).float().pow(2).sum()))(x.expand(2, 3, 8)),
+    "vmap": lambda f, x: torch.vmap(f)(x.expand(2, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize("way", _WAYS)
+def test_models_of_mixed_dtypes(way: str, name: str, dtype: torch.dtype) -> None:
+    """They work wherever they do without a region, and give what that gives to the region's precision."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), _MODELS[name](), torch.nn.GELU(), torch.nn.Linear(8, 3))
+    x = torch.randn(3, 8)
+
+    def in_region(x: torch.Tensor) -> torch.Tensor:
+        with mpamp.autocast("cpu", dtype=dtype):
+            return net(x)  # type: ignore[no-any-return]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's rms_norm says that it isn't fused
+        want, got = _WAYS[way](net, x), _WAYS[way](in_region, x)
+        with mpamp.autocast("cpu", dtype=dtype):
+            around = _WAYS[way](net, x)
+    size = float(want.detach().abs().max())
+    for found in (got, around):
+        assert torch.allclose(found.float(), want, atol=0.1 * size)
+
+
+def test_a_tangent_has_the_dtype_of_what_a_product_is_given() -> None:
+    """An op that no table lists may give a result in lower precision with a tangent in float32."""
+    weight = torch.randn(4, 4)
+    with forward_ad.dual_level():
+        low = torch.ones(2, 4, dtype=torch.bfloat16)
+        x = torch.nn.functional.layer_norm(forward_ad.make_dual(low, low), (4,), torch.ones(4), torch.ones(4))
+        assert forward_ad.unpack_dual(x).tangent.dtype is torch.float32  # type: ignore[union-attr]
+        with mpamp.autocast("cpu", dtype=torch.bfloat16):
+            for y in (x @ weight, torch.nn.functional.linear(x, weight), torch.chain_matmul(x, weight, weight)):
+                primal, tangent = forward_ad.unpack_dual(y)
+                assert primal.dtype is tangent.dtype is torch.bfloat16  # type: ignore[union-attr]
+
+
+def test_running_statistics_are_written() -> None:
+    """Under a transform, by a normalization of mixed dtypes; outside of regions nothing is cast."""
+    layer = torch.nn.BatchNorm1d(4)
+    x = torch.randn(8, 4).bfloat16()
+    with mpamp.autocast("cpu", dtype=torch.bfloat16):
+        torch.func.grad(lambda x: layer(x).float().sum())(x)
+    assert torch.allclose(layer.running_mean, 0.1 * x.float().mean(0), atol=1e-3)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        torch.vmap(torch.func.grad(lambda x: layer.eval()(x[None]).float().sum()))(x)
