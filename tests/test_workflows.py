@@ -14,7 +14,8 @@ import pytest
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install 'mpamp[dev]'")
 
 ROOT = Path(__file__).parents[1]
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+WHEELS = ROOT / ".github" / "workflows" / "wheels.yml"
+WORKFLOWS = sorted(set((ROOT / ".github" / "workflows").glob("*.yml")) - {WHEELS})
 EACH = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 
 
@@ -129,3 +130,52 @@ def test_machines_of_our_own_run_no_pull_requests() -> None:
         for job in owned:
             for row in job["strategy"]["matrix"]["include"]:
                 assert re.fullmatch(rf"torch\w+-{row['label']}(-compiled)?", row["env"])
+
+
+# -- The wheels ----------------------------------------------------------------------------------------
+
+MINORS = [f"2.{minor}" for minor in range(8, 15)]
+
+
+def test_wheels_are_made_for_every_python_and_minor_version_of_torch() -> None:
+    jobs = load(WHEELS)["jobs"]
+    assert list(jobs) == ["linux", "macos", "assemble", "try", "publish"]
+    for job in ("linux", "macos"):
+        versions = jobs[job]["strategy"]["matrix"]["torch"]
+        assert [version.rpartition(".")[0] for version in versions] == MINORS
+        assert jobs[job]["steps"][-1]["uses"].startswith("actions/upload-artifact@")
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    pythons = re.findall(r"Python :: (3\.\d+)", config["metadata"]["classifiers"])
+    assert jobs["macos"]["strategy"]["matrix"]["python"] == pythons
+    assert " ".join(version[2:] for version in pythons) in str(jobs["assemble"]["steps"])
+
+
+def test_every_wheel_is_tried_with_every_minor_version_before_it_is_published() -> None:
+    jobs = load(WHEELS)["jobs"]
+    matrix = jobs["try"]["strategy"]["matrix"]
+    tried = {version.rpartition(".")[0] for version in matrix["torch"]}
+    assert tried == set(MINORS)
+    assert set(jobs["linux"]["strategy"]["matrix"]["torch"]) <= set(matrix["torch"])
+    assembled = {row["platform"]: row["runner"] for row in jobs["assemble"]["strategy"]["matrix"]["include"]}
+    assert {row["name"]: row["runner"] for row in matrix["platform"]} == assembled
+    assert "tools/try_wheel.py compiled" in jobs["try"]["steps"][-1]["run"]
+    assert "tests/engine" in jobs["try"]["steps"][-1]["run"]
+    assert jobs["publish"]["needs"] == ["try"]
+
+
+def test_only_the_job_that_publishes_may_do_more_than_read_and_only_for_tags() -> None:
+    workflow = load(WHEELS)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert [name for name, job in workflow["jobs"].items() if "permissions" in job] == ["publish"]
+    publish = workflow["jobs"]["publish"]
+    assert publish["if"] == "startsWith(github.ref, 'refs/tags/v')"
+    assert publish["environment"] == "release"
+    assert publish["permissions"] == {"id-token": "write", "attestations": "write", "contents": "read"}
+    assert publish["steps"][-1]["with"] == {"attestations": True}
+    text = WHEELS.read_text(encoding="utf-8")
+    assert not re.findall(r"https?:|index-url|secrets\.|conda", text)
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] <= 90
+        used = [step["uses"] for step in job["steps"] if "uses" in step]
+        assert all(re.fullmatch(r"actions/[\w-]+@v\d+|pypa/gh-action-pypi-publish@release/v1", each) for each in used)
