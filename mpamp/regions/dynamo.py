@@ -67,7 +67,8 @@ def serve_dynamo(region: type, contexts_of: Callable[[Any], Contexts]) -> None:
         region: The class; its objects are equal where they mean the same.
         contexts_of: Returns the contexts that stand for one, where it is entered.
     """
-    _pytree.register_constant(region)  # Dynamo guards on such objects by value
+    if region not in _pytree.SUPPORTED_NODES:
+        _pytree.register_constant(region)  # Dynamo guards on such objects by value
     after_import("torch._dynamo", lambda: _register(region, contexts_of))
 
 

@@ -108,7 +108,9 @@ PLANTED: dict[str, Planted] = {
     "rsqrt of 0": Planted(lambda y: torch.rsqrt(y * 0), "rsqrt", BOTH, "taken of 0"),
     "reciprocal of 0": Planted(lambda y: torch.reciprocal(y * 0), "reciprocal", BOTH, "taken of 0"),
     "row of -inf": Planted(lambda y: torch.softmax(_masked(y), -1), "softmax", BOTH, "row is -inf only"),
-    "row of -inf in a log_softmax": Planted(lambda y: functional.log_softmax(_masked(y), -1), "log_softmax", BOTH, "-inf"),
+    "row of -inf in a log_softmax": Planted(
+        lambda y: functional.log_softmax(_masked(y), -1), "log_softmax", BOTH, "-inf"
+    ),
     "0 * inf": Planted(lambda y: (y * 0) * torch.exp(y * 0 + 1000), "exp", BOTH, "too large"),
     "inf - inf": Planted(lambda y: torch.exp(y * 0 + 1000) - torch.exp(y * 0 + 900), "exp", BOTH, "too large"),
     "exp of 1000": Planted(lambda y: torch.exp(y + 1000), "exp", BOTH, "too large for float32"),

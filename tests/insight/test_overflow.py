@@ -252,7 +252,12 @@ def test_a_mask_that_is_given_is_no_fault_unless_it_leaves_nothing() -> None:
 
 
 def test_a_cast_in_the_code_gets_no_rule() -> None:
-    for cast in (Tensor.half, lambda y: y.to(HALF), lambda y: y.type(HALF), lambda y: torch.empty_like(y).half().copy_(y)):
+    for cast in (
+        Tensor.half,
+        lambda y: y.to(HALF),
+        lambda y: y.type(HALF),
+        lambda y: torch.empty_like(y).half().copy_(y),
+    ):
         model = Scaled()
         model.meddle = lambda y, cast=cast: cast(y.float() * 1e6)  # type: ignore[misc]
         overflow = find_overflow(model, torch.randn(4, 8), loss=total, region=half()).reports[0].overflow

@@ -95,7 +95,9 @@ def program(seed: int) -> Program:
     r = random.Random(seed)
     name = r.choice(sorted(CALLS))
     mode = r.choice(MODES)
-    made = Program(name, [], {}, r.choice(REGIONS), None, r.random() > 0.08, r.choice(("", "", "in float32", "in torch's")), mode)
+    made = Program(
+        name, [], {}, r.choice(REGIONS), None, r.random() > 0.08, r.choice(("", "", "in float32", "in torch's")), mode
+    )
     pick = functools.partial(_dtype, r, r.choice(USUAL), r.random() < 0.5)
     for part in CALLS[name]:
         made.args.append(_argument(r, part, pick, made.leaves, mode))
@@ -136,7 +138,9 @@ def _tensor(r: random.Random, shape: tuple[int, ...], dtype: torch.dtype, kind: 
     count = torch.Size(shape).numel()
     numbers = torch.tensor([r.randrange(1, 16) / 16 for _ in range(count)]).reshape(shape)
     try:
-        made = torch.quantize_per_tensor(numbers, 0.1, 0, dtype) if str(dtype).startswith("torch.q") else numbers.to(dtype)
+        made = (
+            torch.quantize_per_tensor(numbers, 0.1, 0, dtype) if str(dtype).startswith("torch.q") else numbers.to(dtype)
+        )
     except (RuntimeError, NotImplementedError):  # a dtype without a copy
         made = torch.zeros(shape, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else numbers
     is_differentiable = made.dtype.is_floating_point or made.dtype.is_complex
@@ -223,7 +227,9 @@ def by_hand(made: Program) -> Any:
     is_set = own is not None and (own.is_floating_point or own.is_complex)
     widens = policy is CastPolicy.FP32 and name in widening_ops() and own is None
     dtypes = [t.dtype for t in tensors if t.dtype in CASTABLE]
-    numbers = [a for a, s in zip(args, op._schema.arguments, strict=False) if s.name in HELD and isinstance(a, int | float)]
+    numbers = [
+        a for a, s in zip(args, op._schema.arguments, strict=False) if s.name in HELD and isinstance(a, int | float)
+    ]
     if not all(abs(n) <= LARGEST[d] or abs(n) == float("inf") for n in numbers for d in dtypes):
         dtypes.append(torch.float32)
     with contextlib.nullcontext() if made.mode != "no_grad" else torch.no_grad():

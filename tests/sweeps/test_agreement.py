@@ -45,7 +45,11 @@ def _check(tmp_path: Path, first: int, count: int) -> None:
     assert not wrong, "what the engine gives, and casts made by hand"
     if "compiled" in found:
         compiled = found["compiled"]
-        apart = {f"seed {seed}": (got[0], compiled[seed][0]) for seed, got in specified.items() if got[0] != compiled[seed][0]}
+        apart = {
+            f"seed {seed}": (got[0], compiled[seed][0])
+            for seed, got in specified.items()
+            if got[0] != compiled[seed][0]
+        }
         assert not apart, "what the engine in Python gives, and the compiled one"
 
 
@@ -65,7 +69,9 @@ def test_the_calls_are_of_every_kind() -> None:
     assert {m.name for m in made} == set(calls.CALLS)
     assert {m.mode for m in made} == set(calls.MODES)
     assert {m.nesting for m in made} == {"", "in float32", "in torch's"}
-    tensors = [t for m in made for a in m.args for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
+    tensors = [
+        t for m in made for a in m.args for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)
+    ]
     floating = {d for d in calls.DTYPES if d.is_floating_point or d.is_complex}
     assert floating | {torch.int64, torch.bool, torch.quint8} <= {t.dtype for t in tensors}
     assert any(t.is_inference() for t in tensors) and any(t.layout is not torch.strided for t in tensors)

@@ -2,8 +2,8 @@
 
 ``weight.data`` shares the weight's memory and has a counter of its own, and so has what is given as
 ``weight.data =``; an array of NumPy's has none. A record of the memory tells one epoch from the next: a cast that was
-made in another epoch may be of what isn't there any more. Counters that may show a write are held and read again whenever the epoch is asked
-for, so that a write shows although the alias is gone; while a pointer is out each answer is another epoch.
+made in another epoch may be of what isn't there any more. Counters that may show a write are held and read again
+whenever the epoch is asked for, so that a write shows although the alias is gone; while a pointer is out each answer is another epoch.
 
 ``handouts`` tells of aliases and pointers as they are handed out. Those of before a weight's first cast are looked for
 among all tensors, where somebody else holds its memory.
@@ -77,6 +77,10 @@ class Record:
         """Take note of a write."""
         self._epoch = next(_epochs)
 
+    def complete(self) -> None:
+        """Take note that aliases of before the first cast have been looked for."""
+        self.is_complete = True
+
     def hand_out(self) -> None:
         """Take note of a pointer that is handed out: until it is taken back, each answer is another epoch."""
         self._pointers += 1
@@ -134,17 +138,42 @@ _RECORD = "_mpamp_record"
 """The name of a storage's record: its Python object lives as long as the memory does."""
 
 
+class _CoreRecord:
+    """A record that the compiled engine has, as ``Record``."""
+
+    __slots__ = ("_core", "_handle")
+
+    def __init__(self, core: Any, handle: Any) -> None:
+        self._core, self._handle = core, handle
+
+    def note(self, alias: Tensor) -> None:
+        self._core.note_alias(self._handle, alias)
+
+    def touch(self) -> None:
+        self._core.touch(self._handle)
+
+    def hand_out(self) -> None:
+        self._core.hand_out(self._handle)
+
+    def take_back(self) -> None:
+        self._core.take_back(self._handle)
+
+    def complete(self) -> None:
+        self._core.complete(self._handle)
+
+
 def known(storage: torch.UntypedStorage) -> Any | None:
     """Return the record of a storage, if it has one."""
     if COMPILED:
-        return COMPILED[0].known_record(storage._cdata)
+        handle = COMPILED[0].known_record(storage._cdata)
+        return None if handle is None else _CoreRecord(COMPILED[0], handle)
     return getattr(storage, _RECORD, None)
 
 
 def record_of(tensor: Tensor) -> Any:
     """Return the record of what a tensor lives in; it is made if need be."""
     if COMPILED:
-        return COMPILED[0].record(tensor)
+        return _CoreRecord(COMPILED[0], COMPILED[0].record(tensor))
     storage = tensor.untyped_storage()
     record = getattr(storage, _RECORD, None)
     if record is None:
@@ -224,7 +253,7 @@ def look(weight: Tensor, own: int = 0) -> None:
         is_found = False
         for shared in _shared():
             record = record_of(shared[0])
-            record.is_complete = True
+            record.complete()
             for tensor in shared:
                 record.note(tensor)
             is_found |= any(tensor is weight for tensor in shared)

@@ -208,18 +208,24 @@ struct DataAttribute {
   }
 };
 
+constexpr const char* kRecord = "mpamp.record";
+inline Record& record_in(py::handle capsule) { return *from_capsule<std::shared_ptr<Record>>(capsule, kRecord); }
+
 inline void bind_aliases(py::module_& m) {
-  py::class_<Record, std::shared_ptr<Record>>(m, "Record")
-      .def("note", &Record::note)
-      .def("touch", &Record::touch)
-      .def("hand_out", &Record::hand_out)
-      .def("take_back", &Record::take_back)
-      .def_property("is_complete", [](Record& r) { return r.is_complete.load(); }, [](Record& r, bool is) { r.is_complete = is; });
+  m.def("note_alias", [](py::capsule record, const Tensor& alias) { record_in(record).note(alias); });
+  m.def("touch", [](py::capsule record) { record_in(record).touch(); });
+  m.def("hand_out", [](py::capsule record) { record_in(record).hand_out(); });
+  m.def("take_back", [](py::capsule record) { record_in(record).take_back(); });
+  m.def("complete", [](py::capsule record) { record_in(record).is_complete = true; });
   m.def("note", py::overload_cast<const Tensor&>(&note));
   m.def("data_attribute", &DataAttribute::make);
   m.def("set_look_for_aliases", [](py::object look) { look_for_aliases = look.release(); });
-  m.def("record", [](const Tensor& t) { return records().of(t.storage()); });
-  m.def("known_record", [](int64_t storage) { return records().find(reinterpret_cast<const c10::StorageImpl*>(storage)); });
+  m.def("record", [](const Tensor& t) { return in_capsule(new std::shared_ptr<Record>(records().of(t.storage())), kRecord); });
+  m.def("known_record", [](int64_t storage) -> py::object {
+    auto found = records().find(reinterpret_cast<const c10::StorageImpl*>(storage));
+    if (!found) return py::none();
+    return in_capsule(new std::shared_ptr<Record>(std::move(found)), kRecord);
+  });
   m.def("epoch", [](const Tensor& t) -> int64_t {
     auto* storage = storage_if_any(t);
     auto record = storage ? records().find(storage) : nullptr;
