@@ -185,7 +185,7 @@ class StepValues:
         return Culprit(place, call.op, rule_op, tuple(self._makers_of(call)), module, elsewhere)
 
     def _makers_of(self, call: OpCall) -> dict[str, None]:
-        """Return the rules that decide what made a call's inputs in lower dtypes: the module's own first, the nearest first."""
+        """Return the rules that decide what made a call's low inputs: the module's own first, the nearest first."""
         found: dict[str, None] = {}
         outside: dict[str, None] = {}
         module = self._decided_in(call).module

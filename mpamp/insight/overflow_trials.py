@@ -100,7 +100,7 @@ class _Trials:
         """Return the fewest rules for ops that were found to help; empty for none."""
         found = self._chain(culprit, lambda names: Change(ops=names), lambda found: found.rule_op)
         makers = [op for op in culprit.makers if op != culprit.rule_op][:_MOST_RULES]
-        tries = [(maker,) for maker in makers]
+        tries: list[tuple[str, ...]] = [(maker,) for maker in makers]
         tries += [] if culprit.rule_op is None else [(culprit.rule_op, maker) for maker in makers]
         for names in tries if len(found) != 1 else []:
             rules = dict.fromkeys(names, "fp32")

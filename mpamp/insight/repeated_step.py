@@ -107,12 +107,12 @@ class RepeatedStep:
 
 
 def run_backward(
-    loss: Tensor, params: dict[str, Tensor], device: str, scale: float, retain_graph: bool = True
+    loss: Tensor, params: Mapping[str, Tensor], device: str, scale: float, retain_graph: bool = True
 ) -> dict[str, Tensor]:
     """Run the backward pass of a loss times a scale; return the parameters' gradients."""
     with autocast(device, enabled=False):
         try:
-            found = torch.autograd.grad(
+            found: tuple[Tensor | None, ...] = torch.autograd.grad(
                 loss * scale, list(params.values()), allow_unused=True, retain_graph=retain_graph
             )
         except RuntimeError as error:
@@ -125,15 +125,16 @@ def run_backward(
 def _grads_of(loss: Tensor, params: list[Tensor]) -> tuple[Tensor | None, ...]:
     """Return gradients as ``torch.autograd.grad`` does, of what reentrant checkpoints are in."""
     before = [param.grad for param in params]
-    hooks = [param._post_accumulate_grad_hooks for param in params]  # type: ignore[attr-defined]
+    hooks = [param._post_accumulate_grad_hooks for param in params]
     try:
         for param in params:
-            param.grad = param._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+            param.grad = None
+            param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         loss.backward(retain_graph=True)
         return tuple([param.grad for param in params])
     finally:
         for param, grad, hook in zip(params, before, hooks, strict=True):
-            param.grad, param._post_accumulate_grad_hooks = grad, hook  # type: ignore[attr-defined]
+            param.grad, param._post_accumulate_grad_hooks = grad, hook
 
 
 class _State:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

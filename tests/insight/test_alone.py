@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-
 from torch.utils._pytree import tree_leaves
 
 import mpamp

@@ -500,7 +500,7 @@ def test_aot_export_records_casts(place: str, x: Tensor) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True}], ids=str)
 def test_an_lstm_has_the_dtype_that_its_fused_layer_has(options: dict[str, Any]) -> None:
-    """On processors whose oneDNN has one in lower precision, which the rule stands for here; programs have its steps."""
+    """On processors whose oneDNN has one in lower precision, which the rule stands for; programs have its steps."""
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:

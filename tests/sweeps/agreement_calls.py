@@ -1,6 +1,7 @@
 """Random calls of ops in regions, and what each gives: run by a process of either engine, or by casts made by hand.
 
-``python -m tests.sweeps.agreement_calls FIRST COUNT OUT`` runs seeds by the engine that ``MPAMP_ENGINE`` names, and by hand.
+``python -m tests.sweeps.agreement_calls FIRST COUNT OUT`` runs seeds by the engine that ``MPAMP_ENGINE`` names, and
+by hand.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ REGIONS = (torch.bfloat16, torch.float16, torch.float32)
 MODES = ("grad", "grad", "no_grad", "inference", "function mode", "dispatch mode", "vmap", "jvp", "compile")
 KINDS = ("plain", "plain", "parameter", "frozen", "leaf", "view", "expanded", "turned", "inference", "sparse")
 
-# What each overload is called with: "T" a 4 x 4 tensor, "V" a vector of 4, "B" a batch, "S" a 0-dim tensor, "I" indices,
+# What each overload is called with: "T" a 4 x 4 tensor, "V" a vector of 4, "B" a batch, "S" a 0-dim tensor,
+# "I" indices,
 # "L" a list of tensors, "T?" a tensor or None; "n" a number of any kind; the rest is as it stands.
 CALLS: dict[str, tuple[Any, ...]] = {
     "mm": ("T", "T"), "bmm": ("B", "B"), "addmm": ("T", "T", "T"), "addmv": ("V", "T", "V"), "mv": ("T", "V"),
@@ -44,15 +46,19 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "pow.Tensor_Scalar": ("T", "n"), "pow.Tensor_Tensor": ("T", "T"), "pow.Scalar": ("n", "T"), "reciprocal": ("T",),
     "mse_loss": ("T", "T"), "l1_loss": ("T", "T"), "smooth_l1_loss": ("T", "T"), "kl_div": ("T", "T"),
     "binary_cross_entropy": ("T", "T"), "cross_entropy_loss": ("T", "I"), "nll_loss": ("T", "I", "V?"),
-    "layer_norm": ("T", [4], "V?", "V?"), "group_norm": ("T", 2, "V?", "V?"), "native_layer_norm": ("T", [4], "V?", "V?", 1e-5),
+    "layer_norm": ("T", [4], "V?", "V?"), "group_norm": ("T", 2, "V?", "V?"),
+    "native_layer_norm": ("T", [4], "V?", "V?", 1e-5),
     "index_copy": ("T", 0, "I", "T"), "index_add": ("T", 0, "I", "T"), "index_put": ("T", ["I"], "V"),
-    "scatter_add": ("T", 0, "J", "T"), "masked_fill.Scalar": ("T", "M", "n"), "index_fill.int_Scalar": ("T", 0, "I", "n"),
-    "lerp.Tensor": ("T", "T", "T"), "lerp.Scalar": ("T", "T", "n"), "addcmul": ("T", "T", "T"), "addcdiv": ("T", "T", "T"),
+    "scatter_add": ("T", 0, "J", "T"), "masked_fill.Scalar": ("T", "M", "n"),
+    "index_fill.int_Scalar": ("T", 0, "I", "n"),
+    "lerp.Tensor": ("T", "T", "T"), "lerp.Scalar": ("T", "T", "n"), "addcmul": ("T", "T", "T"),
+    "addcdiv": ("T", "T", "T"),
     "atan2": ("T", "T"), "dist": ("T", "T"), "cdist": ("T", "T"), "cross": ("C", "C"), "isclose": ("T", "T"),
     "heaviside": ("T", "T"), "linalg_det": ("T",), "inverse": ("T",), "fft_fft": ("T",), "quantile.scalar": ("T", 0.5),
     "quantize_per_tensor": ("T", 0.1, 0, torch.qint8), "fake_quantize_per_tensor_affine": ("T", 0.1, 0, -8, 7),
     "scaled_dot_product_attention": ("B", "B", "B"), "chain_matmul": ("L",), "tensordot": ("T", "T", [1], [0]),
-    "gelu": ("T",), "add.Tensor": ("T", "T"), "mul.Tensor": ("T", "S"), "where.self": ("M", "T", "T"), "clamp": ("T", "n"),
+    "gelu": ("T",), "add.Tensor": ("T", "T"), "mul.Tensor": ("T", "S"), "where.self": ("M", "T", "T"),
+    "clamp": ("T", "n"),
     "copysign.Tensor": ("T", "T"), "special_ndtri": ("T",), "logsumexp": ("T", [0]), "renorm": ("T", 2, 0, 1.0),
     "allclose": ("T", "T"), "embedding": ("T", "I"), "cosine_embedding_loss": ("T", "T", "V"),
 }  # fmt: skip

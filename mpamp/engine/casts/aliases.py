@@ -3,7 +3,8 @@
 ``weight.data`` shares the weight's memory and has a counter of its own, and so has what is given as
 ``weight.data =``; an array of NumPy's has none. A record of the memory tells one epoch from the next: a cast that was
 made in another epoch may be of what isn't there any more. Counters that may show a write are held and read again
-whenever the epoch is asked for, so that a write shows although the alias is gone; while a pointer is out each answer is another epoch.
+whenever the epoch is asked for, so that a write shows although the alias is gone; while a pointer is out each answer
+is another epoch.
 
 ``handouts`` tells of aliases and pointers as they are handed out. Those of before a weight's first cast are looked for
 among all tensors, where somebody else holds its memory.

@@ -33,7 +33,7 @@ def _kind(cls: type) -> str:
 
 def is_plain_class(cls: type[Tensor]) -> bool:
     """Tell whether what ops do to tensors of a class is torch's business alone."""
-    return cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    return cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def kind_of(cls: type) -> str:

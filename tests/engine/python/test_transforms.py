@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
