@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .entries import Entries, Entry, Link, begin_drop, last_drop, state_of
+from .entries import Entries, Entry, begin_drop, last_drop, state_of
 from .linking import cast, guarded, linked, viewed
 from .streams import Readiness
 from .weights import REWRITTEN, is_all_of, is_apart, is_viewable, is_weight, storage_of
@@ -175,15 +175,22 @@ class CastCache:
         self._local.casts += 1
         # What the cast is of is taken first: a thread that writes meanwhile leaves an entry that is never served.
         last, state, storage = last_drop(), state_of(weight), weight.untyped_storage()
-        graph = cast(weight if view is None else view, dtype)
+        shares = (
+            view is None and not _mode_depth() and weight.requires_grad and _is_grad_enabled() and not _is_inference()
+        )
+        if shares:
+            with torch.no_grad():
+                graph = cast(weight, dtype)
+        else:
+            graph = cast(weight if view is None else view, dtype)
         is_linked = graph.requires_grad
         low = graph.detach() if is_linked else graph
         if view is not None:
             low = low.as_strided(weight.shape, weight.stride())
         entry = Entry(low, weight, state, storage, self.entries.home)
         entry.is_alike = low.stride() == weight.stride() and is_viewable(weight)
-        if is_linked and view is None and not entry.depth:
-            entry.graph = Link(graph)
+        if shares:
+            graph, is_linked = linked(entry, weight), True
         if stream_of is not None:
             entry.readiness = Readiness(weight.device, stream_of(weight))
         self.entries.put((id(weight), dtype), entry)

@@ -55,7 +55,12 @@ class Entry:
     )
 
     def __init__(
-        self, low: Tensor, weight: Tensor, state: tuple[Any, ...], storage: torch.UntypedStorage, home: weakref.ref[Entries]
+        self,
+        low: Tensor,
+        weight: Tensor,
+        state: tuple[Any, ...],
+        storage: torch.UntypedStorage,
+        home: weakref.ref[Entries],
     ) -> None:
         self.low, self.version = low, low._version
         self.owner = weight.__dict__
@@ -105,10 +110,10 @@ class Link:
 
     __slots__ = ("cast", "node")
 
-    def __init__(self, cast: Tensor, node: Any | None = None) -> None:
-        """Refer to the cast, and to its node if that has saved it, both weakly."""
-        self.cast = weakref.ref(cast)
-        self.node = None if node is None else weakref.ref(node)
+    def __init__(self, cast: Tensor) -> None:
+        """Refer to the cast, and to its node, which has saved it, both weakly."""
+        self.cast: weakref.ref[Tensor] = weakref.ref(cast)
+        self.node: weakref.ref[Any] = weakref.ref(cast.grad_fn)  # type: ignore[arg-type]
 
     def use(self) -> Tensor | None:
         """Return the cast, or another tensor of the same node; None where no graph has it any more."""
@@ -116,7 +121,7 @@ class Link:
         if cast is not None:
             cast._fix_weakref()  # type: ignore[attr-defined]  # its Python object may belong to C++ by now
             return cast
-        node = None if self.node is None else self.node()
+        node = self.node()
         if node is None:
             return None
         try:

@@ -57,7 +57,7 @@ def linked(entry: Entry, weight: Tensor) -> Tensor:
     found = None if entry.graph is None else entry.graph.use()
     if found is None:
         found = _apply_unseen(weight, entry.low)
-        entry.graph = Link(found, found.grad_fn)
+        entry.graph = Link(found)
     return found
 
 
