@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
+
+from .locks import Rank, made
 
 __all__ = ["VARIABLE", "announce", "withdraw"]
 
 VARIABLE = "MPAMP_CHILDREN"
 """The environment variable that says what a child is to call, as JSON: functions, and the arguments of each."""
 SITE = str(Path(__file__).resolve().parent / "childsite")
-_lock = threading.Lock()
+_lock = made(Rank.PART)
 
 
 def announce(function: str, **arguments: Any) -> None:

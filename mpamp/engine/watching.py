@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -23,6 +22,7 @@ from torch._ops import OpOverload
 from ..devices.fallthroughs import has_kernel
 from ..devices.registry import devices_in_use
 from ..errors import MpampError
+from ..locks import Rank, made
 from ..probing import outside
 from ..rules.eligibility import find_overload, overload_name
 from .compiledcode import CompiledCalls, compiled_calls_followed, is_in_compiled_code
@@ -62,7 +62,7 @@ class _Watcher:
     give_way: Callable[[], None] | None = None
     libraries: ClassVar[dict[str, torch.library.Library]] = {}
     served: ClassVar[set[str]] = set()
-    lock = threading.Lock()
+    lock = made(Rank.PART)
 
 
 def _serve_all_ops() -> None:

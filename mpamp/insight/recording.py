@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.fx.traceback as fx_traceback
 from torch._C import _TorchDispatchModeKey as ModeKey
 
 from ..engine import Call
+from ..locks import Rank, made
 from .faults import Faults
 from .places import Places, compiled_place
 from .records import CAST, OpUse, Phase, bytes_of, name_of, results_of
@@ -36,7 +36,7 @@ class Recorder:
         self.faults = Faults(self.places)
         self.history: deque[tuple[str, str, str, int, int]] = deque(maxlen=history)
         self._tallies: dict[_Key, _Tally] = {}
-        self._lock = threading.Lock()
+        self._lock = made(Rank.PART)
 
     def __call__(self, call: Call) -> None:
         """Take down a call."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Iterator
 
 import torch
 
 from ..errors import RedirectError
+from ..locks import Rank, made
 from .autocasting import redirect_autocast, serve_regions
 from .namespaces import redirect_namespaces
 from .parallel import redirect_parallel
@@ -56,7 +56,7 @@ def _forget_names() -> None:
         rules.clear_lru_cache()
 
 
-_lock = threading.RLock()
+_lock = made(Rank.INSTALLING)
 _active: list[_Redirection] = []
 """At most one."""
 

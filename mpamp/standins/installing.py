@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from types import TracebackType
 
 from .. import children
+from ..locks import Rank, made
 from .compilers import COMPILERS
 from .flags import FLAGS
 from .functions import FUNCTIONS
@@ -16,7 +16,7 @@ __all__ = ["Installation", "install", "uninstall"]
 
 _PARTS = (REGIONS, SCALERS, FUNCTIONS, FLAGS, COMPILERS)
 _CHILDREN = "mpamp.standins:install"
-_lock = threading.RLock()
+_lock = made(Rank.INSTALLING)
 _all: list[Installation] = []
 """Those in force, in order; the last one's options hold."""
 

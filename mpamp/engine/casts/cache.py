@@ -4,6 +4,8 @@ Only float32 weights are kept: any ``nn.Parameter``, frozen or not, and any leaf
 entry holds the low-precision *data* and no autograd graph, for a graph would keep the weight alive; the
 cast that is linked to the weight's gradient is held weakly, and linked anew where it is gone.
 
+Casts for regions are their thread's. Those that outlive regions are all threads': a weight has one for the process.
+
 Nothing refers to the weight itself, not even weakly: ``torch.utils.swap_tensors`` would refuse it then. What
 an entry hangs on is the weight's storage. Writes that raise no version counter are told of by ``writes``; what
 outlives regions is made anew after an optimizer's step by ``remaking``. A view of a weight has no entry: it is
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 
 from .aliases import begin, epoch_of
-from .entries import Entries, Entry, state_of
+from .entries import Entries, Entry, begin_drop, last_drop, state_of
 from .linking import cast, guarded, linked, viewed
 from .streams import Readiness
 from .weights import REWRITTEN, is_all_of, is_apart, is_viewable, is_weight, storage_of
@@ -53,12 +55,14 @@ _mode_depth = torch._C._len_torch_dispatch_stack
 
 
 _live: dict[int, weakref.ref[Entries]] = {}
-"""The entries of every thread's caches."""
+"""The entries of every cache."""
 
 
 class _Local(threading.local):
-    def __init__(self) -> None:
-        self.entries = Entries(_live)
+    casts = recasts = 0
+
+    def __init__(self, entries: Entries | None) -> None:
+        self.entries = Entries(_live) if entries is None else entries
 
 
 _WORTHWHILE = 8
@@ -68,30 +72,40 @@ _SMALL = 2**16
 
 
 class CastCache:
-    """Kept casts, apart for each thread.
+    """Kept casts, apart for each thread or of all.
 
     Args:
-        is_lasting: Whether they outlive regions, so that any cast pays in the end.
+        is_lasting: Whether they outlive regions, so that any cast pays in the end; they are all threads' then.
     """
 
     def __init__(self, *, is_lasting: bool = False) -> None:
-        self._local = _Local()
+        self._local = _Local(Entries(_live) if is_lasting else None)
         self._is_lasting = is_lasting
 
     @property
     def entries(self) -> Entries:
-        """The calling thread's entries."""
+        """The calling thread's entries, or all threads'."""
         return self._local.entries
 
     @property
     def casts(self) -> int:
         """How many casts the calling thread has made here, with either engine."""
-        return self._local.entries.casts + sum(int(core.casts(self._is_lasting)) for core in COMPILED)
+        return self.own_casts + sum(int(core.casts(self._is_lasting)) for core in COMPILED)
+
+    @property
+    def own_casts(self) -> int:
+        """How many of them the engine in Python has made."""
+        return self._local.casts
 
     @property
     def recasts(self) -> int:
-        """How many of them an optimizer's step has made."""
-        return self._local.entries.recasts
+        """How many of these an optimizer's step has made."""
+        return self._local.recasts
+
+    def count(self, casts: int, recasts: int = 0) -> None:
+        """Add to what the calling thread has made."""
+        self._local.casts += casts
+        self._local.recasts += recasts
 
     def find(
         self, tensor: Tensor, dtype: torch.dtype, stream_of: StreamOf | None = None, view: Tensor | None = None
@@ -109,6 +123,7 @@ class CastCache:
         entry = self._local.entries.get((id(tensor), dtype))
         if (
             entry is None
+            or entry.owner is not tensor.__dict__
             or entry.state != (tensor._version, tensor.data_ptr(), tensor.stride(), tensor.shape, epoch_of(tensor))
             or entry.storage() is not tensor.untyped_storage()
             or entry.version != entry.low._version
@@ -158,23 +173,30 @@ class CastCache:
         if COMPILED and not _mode_depth():
             user = weight if view is None else view
             return COMPILED[0].add(weight, dtype, user, self._is_lasting, stream_of is not None)  # type: ignore[no-any-return]
-        self.entries.casts += 1
+        self._local.casts += 1
         begin(weight)
         # What the cast is of is taken first: a thread that writes meanwhile leaves an entry that is never served.
-        last, state, storage = _last_drop[0], state_of(weight), weight.untyped_storage()
-        graph = cast(weight if view is None else view, dtype)
+        last, state, storage = last_drop(), state_of(weight), weight.untyped_storage()
+        shares = (
+            view is None and not _mode_depth() and weight.requires_grad and _is_grad_enabled() and not _is_inference()
+        )
+        if shares:
+            with torch.no_grad():
+                graph = cast(weight, dtype)
+        else:
+            graph = cast(weight if view is None else view, dtype)
         is_linked = graph.requires_grad
         low = graph.detach() if is_linked else graph
         if view is not None:
             low = low.as_strided(weight.shape, weight.stride())
-        entry = Entry(low, state, storage, self.entries.home)
+        entry = Entry(low, weight, state, storage, self.entries.home)
         entry.is_alike = low.stride() == weight.stride() and is_viewable(weight)
-        if is_linked and view is None and not entry.depth:
-            entry.graph = weakref.ref(graph)
+        if shares:
+            graph, is_linked = linked(entry, weight), True
         if stream_of is not None:
             entry.readiness = Readiness(weight.device, stream_of(weight))
         self.entries.put((id(weight), dtype), entry)
-        if last is not _last_drop[0] or state != state_of(weight) or storage is not weight.untyped_storage():
+        if last is not last_drop() or state != state_of(weight) or storage is not weight.untyped_storage():
             self.drop(weight, dtype)
         if is_linked or view is not None or entry.depth or not weight.requires_grad or _is_inference():
             return graph
@@ -187,7 +209,7 @@ class CastCache:
             COMPILED[0].forget([weight], False)
 
     def clear(self) -> None:
-        """Forget the calling thread's kept casts."""
+        """Forget the kept casts: the calling thread's, or all threads'."""
         self.entries.clear()
         if COMPILED:
             COMPILED[0].clear_mine(self._is_lasting)
@@ -198,15 +220,6 @@ def _is_ready(entry: Entry, stream: int) -> bool:
     return readiness is not None and (readiness.stream == stream or readiness.admit(entry.low, stream))
 
 
-_last_drop = [object()]
-"""Stands for the last time that entries were dropped for a reason that no version counter shows."""
-
-
-def last_drop() -> object:
-    """Return what stands for the last such time: what was begun before it isn't kept."""
-    return _last_drop[0]
-
-
 COMPILED: list[Any] = []
 """The compiled engine, where there is one: it keeps the casts that no dispatch mode sees, of all kernels.
 
@@ -215,7 +228,7 @@ So a region has each weight's cast but once, whichever kernels run in it: Python
 REGION_CACHE = CastCache()
 """Lives until the calling thread's outermost region ends."""
 PERSISTENT_CACHE = CastCache(is_lasting=True)
-"""Outlives the calling thread's regions."""
+"""Outlives regions."""
 
 
 # -- All threads' --------------------------------------------------------------------------------------
@@ -223,11 +236,11 @@ PERSISTENT_CACHE = CastCache(is_lasting=True)
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """What the calling thread's caches did, and hold now.
+    """What the calling thread did with the cast cache, and what that holds.
 
     Attributes:
-        casts: How many casts of weights they have made so far.
-        entries: How many they keep.
+        casts: How many casts of weights the thread has made so far.
+        entries: How many are kept for its regions, and for all threads.
         recasts: How many of the casts were made after a step of an optimizer, all those of a step by one copy.
     """
 
@@ -247,7 +260,7 @@ def cache_info() -> CacheInfo:
     caches = (REGION_CACHE, PERSISTENT_CACHE)
     for cache in caches:
         cache.entries.sweep()
-    counts = [(c.entries.casts, len(c.entries), c.recasts) for c in caches] + [core.info() for core in COMPILED]
+    counts = [(c.own_casts, len(c.entries), c.recasts) for c in caches] + [core.info() for core in COMPILED]
     casts, entries, recasts = zip(*counts, strict=True)
     return CacheInfo(sum(casts), sum(entries), sum(recasts))
 
@@ -293,6 +306,7 @@ class KeptCast:
         """Tell whether ``find`` would return the cast for this tensor, as far as the tensor decides that."""
         return (
             self._id == id(tensor)
+            and self._entry.owner is tensor.__dict__
             and self._entry.state == state_of(tensor)
             and self._entry.storage() is storage_of(tensor)
         )
@@ -312,7 +326,7 @@ Kept = KeptCast | _KeptByCore
 
 
 def kept(*, of_all_threads: bool = True) -> Iterator[Kept]:
-    """Yield the casts that are kept, of all threads or of the calling one."""
+    """Yield the casts that are kept, of all threads or of the calling one's regions and those that outlive them."""
     own = (REGION_CACHE.entries, PERSISTENT_CACHE.entries)
     for entries in _filled() if of_all_threads else own:
         for (number, _), entry in list(entries.items()):
@@ -332,8 +346,7 @@ def clear_cache() -> None:
     Example:
         >>> clear_cache()
     """
-    _last_drop[0] = object()
-    for entries in _filled():
+    for entries in _begin_drop():
         entries.clear()
     for core in COMPILED:
         core.clear()
@@ -362,7 +375,7 @@ def forget(tensors: Iterable[Tensor], *, for_good: bool = False) -> None:
 
 
 def outdate(tensors: Iterable[Tensor]) -> None:
-    """Drop as ``forget`` does, except that lasting casts of the calling thread stay in place to be made anew.
+    """Drop as ``forget`` does, except that casts that outlive regions stay in place to be made anew.
 
     They aren't served until then.
     """
@@ -382,7 +395,7 @@ def outdate(tensors: Iterable[Tensor]) -> None:
 
 
 def _begin_drop() -> list[Entries]:
-    _last_drop[0] = object()  # before entries go: a cast that was begun before isn't kept after
+    begin_drop()  # before entries go: a cast that was begun before isn't kept after
     return _filled()
 
 

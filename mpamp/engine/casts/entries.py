@@ -10,12 +10,26 @@ import torch
 from .aliases import epoch_of
 from .streams import Readiness
 
-__all__ = ["Entries", "Entry", "state_of"]
+__all__ = ["Entries", "Entry", "Link", "begin_drop", "last_drop", "state_of"]
 
 Tensor = torch.Tensor
 Key = tuple[int, torch.dtype]
-"""A weight's id, and the dtype that it was cast to."""
+"""A weight's id, and the dtype that it was cast to. A tensor may get the id of one that is gone: see ``Entry.owner``."""
 _mode_depth = torch._C._len_torch_dispatch_stack
+
+
+_last_drop = [object()]
+"""Stands for the last time that entries were dropped for a reason that no version counter shows."""
+
+
+def last_drop() -> object:
+    """Return what stands for the last such time: what was begun before it isn't kept."""
+    return _last_drop[0]
+
+
+def begin_drop() -> None:
+    """Have what was begun until now not be kept; called before entries go."""
+    _last_drop[0] = object()
 
 
 def state_of(weight: Tensor) -> tuple[Any, ...]:
@@ -34,6 +48,7 @@ class Entry:
         "is_used",
         "low",
         "number",
+        "owner",
         "readiness",
         "state",
         "storage",
@@ -41,14 +56,23 @@ class Entry:
     )
 
     def __init__(
-        self, low: Tensor, state: tuple[Any, ...], storage: torch.UntypedStorage, home: weakref.ref[Entries]
+        self,
+        low: Tensor,
+        weight: Tensor,
+        state: tuple[Any, ...],
+        storage: torch.UntypedStorage,
+        home: weakref.ref[Entries],
     ) -> None:
         self.low, self.version = low, low._version
+        self.owner = weight.__dict__
+        """The weight's attributes: each tensor has its own dictionary for them, and none gets one that is held here.
+
+        So it stands for the weight, which nothing may refer to; ``swap_tensors`` swaps it with the rest."""
         self.state: tuple[Any, ...] | None = state
         """The weight's, as it was; None: the weight was written to past its counter."""
         self.number: int = storage._cdata
         self.storage = _hang(storage, home)
-        self.graph: weakref.ref[Tensor] | None = None
+        self.graph: Link | None = None
         self._weight: Tensor | None = None
         self.depth = _mode_depth()
         """How many dispatch modes saw the cast being made: what they gave isn't for use outside of them."""
@@ -79,6 +103,34 @@ class Entry:
         self.graph, self.is_used = None, False
 
 
+class Link:
+    """A cast that is linked to its weight's gradient: for all of its uses, as long as a graph has one of them.
+
+    So the gradient is summed up in low precision and is cast back once. Some ops keep no tensor, but all keep the node.
+    """
+
+    __slots__ = ("cast", "node")
+
+    def __init__(self, cast: Tensor) -> None:
+        """Refer to the cast, and to its node, which has saved it, both weakly."""
+        self.cast: weakref.ref[Tensor] = weakref.ref(cast)
+        self.node: weakref.ref[Any] = weakref.ref(cast.grad_fn)  # type: ignore[arg-type]
+
+    def use(self) -> Tensor | None:
+        """Return the cast, or another tensor of the same node; None where no graph has it any more."""
+        cast = self.cast()
+        if cast is not None:
+            cast._fix_weakref()  # type: ignore[attr-defined]  # its Python object may belong to C++ by now
+            return cast
+        node = self.node()
+        if node is None:
+            return None
+        try:
+            return node.saved_tensors[0]  # type: ignore[no-any-return]
+        except RuntimeError:  # a backward pass is through with it
+            return None
+
+
 def _hang(storage: torch.UntypedStorage, home: weakref.ref[Entries]) -> weakref.ref[torch.UntypedStorage]:
     """Refer to a storage such that its entries go with it: its Python object lives as long as the memory does."""
     number = storage._cdata
@@ -92,50 +144,59 @@ def _hang(storage: torch.UntypedStorage, home: weakref.ref[Entries]) -> weakref.
 
 
 class Entries(dict[Key, Entry]):
-    """One thread's entries; other threads may drop some, but add none.
+    """Entries of one thread, or of all: any thread may drop some.
 
+    No lock is taken: storages die, and drop theirs, in the middle of anything. Each step is one of a dictionary's, which
+    threads see as a whole, and an entry is listed by its storage as long as it is there.
     A storage has one entry a dtype: of two weights that share all of it, the one used last.
     """
 
-    __slots__ = ("__weakref__", "casts", "home", "keys_of", "recasts")
+    __slots__ = ("__weakref__", "home", "keys_of")
 
     def __init__(self, live: dict[int, weakref.ref[Entries]]) -> None:
         """Make entries that are among ``live`` as long as they are."""
         super().__init__()
         number = id(self)
         self.home = live[number] = weakref.ref(self, lambda _: live.pop(number, None))
-        self.keys_of: dict[int, dict[torch.dtype, int]] = {}
-        """By storage: each dtype of its entries, and the weight's id."""
-        self.casts = 0
-        """How many were made, those that are gone included."""
-        self.recasts = 0
-        """How many of them after a step of an optimizer."""
+        self.keys_of: dict[int, dict[Key, None]] = {}
+        """By storage: the keys of its entries."""
 
     def put(self, key: Key, entry: Entry) -> None:
-        number, dtype = key
         self.remove(key)
-        ids = self.keys_of.setdefault(entry.number, {})
-        self.pop((ids.get(dtype, number), dtype), None)
-        ids[dtype] = number
         self[key] = entry
+        for other in list(self._list(key, entry.number)):
+            if other[1] is key[1] and other != key:
+                self.remove(other)
+
+    def _list(self, key: Key, storage: int) -> dict[Key, None]:
+        keys: dict[Key, None] | None = None
+        while keys is None or self.keys_of.get(storage) is not keys:  # another thread has taken them away
+            keys = self.keys_of.setdefault(storage, {})
+            keys[key] = None
+        return keys
 
     def remove(self, key: Key) -> None:
         entry = self.pop(key, None)
-        if entry is not None:
-            ids = self.keys_of.get(entry.number, {})
-            ids.pop(key[1], None)
-            if not ids:
-                self.keys_of.pop(entry.number, None)
+        keys = None if entry is None else self.keys_of.get(entry.number)
+        if entry is None or keys is None:
+            return
+        keys.pop(key, None)
+        if not keys:
+            last = last_drop()
+            for late in list(self.keys_of.pop(entry.number, ())):  # another thread has just listed it
+                self._list(late, entry.number)
+                if last is not last_drop():
+                    self.pop(late, None)
 
     def forget(self, storage: int) -> None:
         """Drop the entries that hang on a storage."""
-        for dtype, number in list(self.keys_of.pop(storage, {}).items()):
-            self.pop((number, dtype), None)
+        for key in list(self.keys_of.pop(storage, ())):
+            self.pop(key, None)
 
     def outdate(self, storage: int) -> None:
         """Have the entries that hang on a storage be served no more, but stay until they are made anew."""
-        for dtype, number in list(self.keys_of.get(storage, {}).items()):
-            entry = self.get((number, dtype))
+        for key in list(self.keys_of.get(storage, ())):
+            entry = self.get(key)
             if entry is not None:
                 entry.state = None
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
-from .entries import Entry
+from .entries import Entry, Link
 from .weights import is_apart
 
 __all__ = ["cast", "guarded", "linked", "viewed"]
@@ -15,6 +14,9 @@ __all__ = ["cast", "guarded", "linked", "viewed"]
 Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
 _mode_depth = torch._C._len_torch_dispatch_stack
+_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in every torch
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -29,13 +31,16 @@ class _Linked(torch.autograd.Function):
     """Gives kept low-precision data the gradient of what it was cast from."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, low: Tensor) -> Tensor:
+    def forward(ctx: Any, source: Tensor, low: Tensor, saves: bool) -> Tensor:
         ctx.dtype = source.dtype
-        return low.detach()
+        cast = low.detach()
+        if saves:  # so that ``Link`` gets another tensor of the same node from it
+            ctx.save_for_backward(cast)
+        return cast
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return grads[0].to(ctx.dtype), None
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        return grads[0].to(ctx.dtype), None, None
 
 
 def guarded(entry: Entry, weight: Tensor) -> Tensor | None:
@@ -43,19 +48,32 @@ def guarded(entry: Entry, weight: Tensor) -> Tensor | None:
     if _mode_depth() < entry.depth:
         return None
     if _is_grad_enabled() and weight.requires_grad:
-        return _Linked.apply(weight, entry.low)  # type: ignore[no-any-return,no-untyped-call]
+        return _Linked.apply(weight, entry.low, False)  # type: ignore[no-any-return,no-untyped-call]
     return entry.low.detach()
 
 
 def linked(entry: Entry, weight: Tensor) -> Tensor:
-    """Return a kept cast with the gradient of its weight: one for all uses, as long as one of them is alive."""
-    graph = None if entry.graph is None else entry.graph()
-    if graph is None:
-        graph = _Linked.apply(weight, entry.low)  # type: ignore[no-untyped-call]
-        entry.graph = weakref.ref(graph)
-    else:
-        graph._fix_weakref()  # type: ignore[attr-defined]  # its Python object may belong to C++ by now
-    return graph
+    """Return a kept cast with the gradient of its weight: of one node for all uses, as long as a graph has that."""
+    found = None if entry.graph is None else entry.graph.use()
+    if found is None:
+        found = _apply_unseen(weight, entry.low)
+        entry.graph = Link(found)
+    return found
+
+
+def _apply_unseen(weight: Tensor, low: Tensor) -> Tensor:
+    """Link a cast such that hooks on saved tensors, as checkpoints and offloading set, don't see that it is saved."""
+    if _hooks is not None and _hooks(True) is None:
+        return _Linked.apply(weight, low, True)  # type: ignore[no-any-return,no-untyped-call]
+    _push_hooks(_as_it_is, _as_it_is)
+    try:
+        return _Linked.apply(weight, low, True)  # type: ignore[no-any-return,no-untyped-call]
+    finally:
+        _pop_hooks()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def viewed(entry: Entry, view: Tensor) -> Tensor | None:
@@ -72,5 +90,5 @@ def viewed(entry: Entry, view: Tensor) -> Tensor | None:
         low = low.detach()
     found = low.as_strided(view.shape, view.stride(), view.storage_offset())
     if _is_grad_enabled() and view.requires_grad:
-        return _Linked.apply(view, found)  # type: ignore[no-any-return,no-untyped-call]
+        return _Linked.apply(view, found, False)  # type: ignore[no-any-return,no-untyped-call]
     return found

@@ -61,7 +61,7 @@ def is_weight(tensor: Tensor) -> bool:
             return False
     elif not kind:
         return False
-    if tensor.dtype is not _float32 or tensor.layout is not torch.strided or tensor.is_inference():
+    if tensor.dtype is not _float32 or tensor.layout is not torch.strided or tensor.is_inference() or tensor.is_nested:
         return False
     storage = tensor.untyped_storage()
     # Of a device in pure Python the memory is elsewhere: its storages are empty.

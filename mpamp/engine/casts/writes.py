@@ -40,9 +40,10 @@ def watch_writes() -> None:
 
 @left_out
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    weights = _written_by(optimizer)
-    outdate(weights)
-    remake(weights)
+    with torch._C.DisableTorchFunction():
+        weights = _written_by(optimizer)
+        outdate(weights)
+        remake(weights)
 
 
 def _written_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,9 +15,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import mpamp
+from mpamp.backends.cpu import CpuBackend
 from mpamp.engine.casts import remaking
 from mpamp.engine.casts.cache import PERSISTENT_CACHE
 from mpamp.testing import KernelCounter, WeightCastCounter
@@ -61,6 +65,24 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, autoca
     optimizer.step(lambda: loss)  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def profiled() -> Iterator[Counter[str]]:
+    """Count every op that runs, and change nothing by it."""
+    counts: Counter[str] = Counter()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        yield counts
+    counts.update(event.name for event in profile.events())
+
+
+def outputs(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a module gives with kept casts, and without."""
+    with torch.no_grad():
+        with region():
+            found = module(x)
+        with region(cache_enabled=False, persistent_cache=False):
+            return found, module(x)
+
+
 def entry_of(weight: Tensor) -> Any:
     return PERSISTENT_CACHE.entries[(id(weight), BRAIN)]
 
@@ -76,12 +98,45 @@ def test_a_step_makes_all_casts_by_one_copy(x: Tensor, mode: str) -> None:
     module = network()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, **MODES[mode])
     before = mpamp.cache_info()
-    with KernelCounter() as kernels, WeightCastCounter(module) as casts:
-        for step in range(1, 5):
+    for step in range(1, 5):
+        with profiled() as counts:
             train(module, optimizer, x, region)
-            assert kernels.counts["aten::_foreach_copy_"] == step
-            assert casts.count == 6 * (step + 1)  # the first use, and each step
-    assert casts_since(before) == (30, 24)
+        assert counts["aten::_foreach_copy_"] == 1
+        assert casts_since(before) == (6 * (step + 1), 6 * step)  # the first use, and each step
+
+
+def test_under_a_dispatch_mode_casts_are_dropped_and_it_sees_no_op(x: Tensor) -> None:
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=False)
+    train(module, optimizer, x, region)
+    before = mpamp.cache_info()
+    with KernelCounter() as kernels:
+        optimizer.step()
+    assert not [name for name in kernels.counts if "copy" in name or "empty" in name]
+    assert (mpamp.cache_info().entries, casts_since(before)) == (0, (0, 0))
+    assert torch.equal(*outputs(module, x))
+
+
+def test_a_function_mode_sees_no_part_of_a_step(x: Tensor) -> None:
+    seen: list[str] = []
+
+    class Listens(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(getattr(function, "__name__", function)))
+            return function(*args, **(kwargs or {}))
+
+    def names(autocast: Callable[[], Any]) -> list[str]:
+        module = network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=False)
+        train(module, optimizer, x, autocast)
+        seen.clear()
+        with Listens():
+            optimizer.step()
+        return list(seen)
+
+    found, cleared = names(region), mpamp.clear_cache()
+    assert cleared is None
+    assert found == names(contextlib.nullcontext)
 
 
 def test_without_a_mode_the_step_makes_the_casts_that_the_next_region_uses(x: Tensor) -> None:
@@ -99,7 +154,7 @@ def test_without_a_mode_the_step_makes_the_casts_that_the_next_region_uses(x: Te
 def test_two_dtypes_are_a_copy_each(x: Tensor) -> None:
     module = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with KernelCounter() as kernels:
+    with profiled() as counts:
         for _ in range(2):
             with region():
                 loss = module(x).float().sum()
@@ -107,7 +162,7 @@ def test_two_dtypes_are_a_copy_each(x: Tensor) -> None:
                 loss = loss + module(x).float().sum()
             loss.backward()
             optimizer.step()
-    assert kernels.counts["aten::_foreach_copy_"] == 4
+    assert counts["aten::_foreach_copy_"] == 4
 
 
 def test_accumulation_casts_nothing(x: Tensor) -> None:
@@ -319,7 +374,7 @@ def test_a_freed_weight_leaves_nothing(x: Tensor) -> None:
     assert mpamp.cache_info().entries == 2
 
 
-def test_a_step_on_another_thread_drops_the_casts(x: Tensor) -> None:
+def test_a_step_on_another_thread_makes_the_casts_of_all(x: Tensor) -> None:
     module = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with region():
@@ -327,8 +382,9 @@ def test_a_step_on_another_thread_drops_the_casts(x: Tensor) -> None:
     before = mpamp.cache_info()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(optimizer.step).result()
-    assert mpamp.cache_info().entries == 0
-    assert casts_since(before) == (0, 0)
+    assert mpamp.cache_info().entries == 6
+    assert torch.equal(*outputs(module, x))
+    assert casts_since(before) == (0, 0)  # of this thread
 
 
 def test_a_write_of_another_thread_while_the_copy_is_made_is_seen(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,7 +587,7 @@ def test_without_memory_for_other_copies_the_next_use_casts(x: Tensor, monkeypat
 def queues(monkeypatch: pytest.MonkeyPatch) -> Queues:
     found = Queues()
     found.put_in_place(monkeypatch)
-    monkeypatch.setattr(remaking, "_checks", lambda backend: (None, found.number))
+    monkeypatch.setattr(remaking, "_stream_check", lambda backend: found.number)
     return found
 
 
@@ -584,6 +640,6 @@ def test_while_a_graph_is_recorded_the_casts_are_dropped(x: Tensor, monkeypatch:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     train(module, optimizer, x, region)
     before = mpamp.cache_info()
-    monkeypatch.setattr(remaking, "_checks", lambda backend: (lambda: True, None))
+    monkeypatch.setattr(CpuBackend, "capture_check", lambda self: lambda: True)
     optimizer.step()
     assert (mpamp.cache_info().entries, casts_since(before)) == (0, (0, 0))

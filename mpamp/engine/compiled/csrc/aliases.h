@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common.h"
+#include "locks.h"
 
 #include <ATen/MapAllocator.h>
 #include <c10/core/Allocator.h>
@@ -19,6 +20,12 @@ namespace mpamp {
 // Another number for each state of any weight's memory that is told apart from the one before.
 inline std::atomic<int64_t> epochs{0};
 
+// Whether two tensors' versions are counted by the same counter, which has no name. One that is held isn't made again.
+inline bool is_same_counter(const c10::VariableVersion& a, const c10::VariableVersion& b) {
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "a version counter is one pointer");
+  return std::memcmp(&a, &b, sizeof a) == 0;
+}
+
 // What is known of a storage: a cast that was made in another epoch may be of what isn't there any more.
 struct Record {
   int64_t now(const c10::StorageImpl* storage) {
@@ -26,10 +33,10 @@ struct Record {
   }
   void note(const Tensor& alias) {
     auto& counter = alias.unsafeGetTensorImpl()->version_counter();
-    std::lock_guard<std::mutex> guard(lock);
+    Guard guard(lock);
     if (!counter.enabled()) {
       is_uncounted = true; // an inference tensor
-    } else if (std::none_of(notes.begin(), notes.end(), [&](const Note& note) { return is_same(note.counter, counter); })) {
+    } else if (std::none_of(notes.begin(), notes.end(), [&](const Note& note) { return is_same_counter(note.counter, counter); })) {
       if (notes.size() >= prune_at) {
         look(false);
         prune_at = std::max<size_t>(8, 2 * notes.size());
@@ -39,19 +46,20 @@ struct Record {
     is_armed = true;
   }
   void touch() {
-    std::lock_guard<std::mutex> guard(lock);
+    Guard guard(lock);
     epoch = ++epochs;
   }
   void hand_out() {
-    std::lock_guard<std::mutex> guard(lock);
+    Guard guard(lock);
     ++pointers;
     is_armed = true;
   }
   void take_back() {
-    std::lock_guard<std::mutex> guard(lock);
+    Guard guard(lock);
     epoch = ++epochs;
     --pointers;
   }
+  Mutex lock;
   std::atomic<bool> is_complete{false}; // aliases that were made before the first cast have been looked for
 
  private:
@@ -60,7 +68,6 @@ struct Record {
     c10::VariableVersion counter;
     uint32_t seen;
   };
-  std::mutex lock; // the last of all: nothing is called under it
   std::vector<Note> notes;
   size_t prune_at = 8;
   int64_t pointers = 0; // that are out, without a counter
@@ -68,10 +75,6 @@ struct Record {
   std::atomic<bool> is_armed{false};
   std::atomic<int64_t> epoch{0};
 
-  static bool is_same(const c10::VariableVersion& a, const c10::VariableVersion& b) {
-    static_assert(sizeof(a) == sizeof(void*), "a version counter is one pointer");
-    return std::memcmp(&a, &b, sizeof(a)) == 0;
-  }
   // Let go of the counters that nobody else has. What is held is asked before what is written: not the other way round.
   void look(bool is_alone) {
     bool is_changed = pointers > 0 || is_uncounted;
@@ -90,7 +93,7 @@ struct Record {
     is_armed = !notes.empty() || pointers > 0 || is_uncounted;
   }
   int64_t settle(const c10::StorageImpl* storage) {
-    std::lock_guard<std::mutex> guard(lock);
+    Guard guard(lock);
     look(c10::raw::intrusive_ptr::use_count(const_cast<c10::StorageImpl*>(storage)) <= 1);
     return epoch;
   }
@@ -98,14 +101,18 @@ struct Record {
 
 // The records of storages that a cast was made of or something was handed out of, until the storage goes.
 struct Records {
+  struct Known {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    std::shared_ptr<Record> record;
+  };
   std::shared_ptr<Record> find(const c10::StorageImpl* storage) {
-    std::lock_guard<std::mutex> guard(lock);
+    Guard guard(lock);
     auto found = records.find(storage);
     return found == records.end() ? nullptr : found->second.record;
   }
   std::shared_ptr<Record> of(const c10::Storage& storage) {
     std::vector<Known> gone; // not under the lock
-    std::lock_guard<std::mutex> guard(lock);
+    Guard guard(lock);
     auto found = records.find(storage.unsafeGetStorageImpl());
     if (found != records.end()) return found->second.record;
     if (records.size() >= sweep_at) {
@@ -125,13 +132,10 @@ struct Records {
     return made;
   }
 
- private:
-  struct Known {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    std::shared_ptr<Record> record;
-  };
-  std::mutex lock;
+  Mutex lock;
   std::unordered_map<const c10::StorageImpl*, Known> records;
+
+ private:
   size_t sweep_at = 256;
 };
 inline Records& records() {
@@ -152,6 +156,7 @@ inline py::handle look_for_aliases;
 // What a cast that is made now will be of. No lock may be held: Python may be asked.
 inline void begin_record(const Tensor& weight, const c10::Storage& storage) {
   auto record = records().of(storage);
+  needs_no_lock("aliases are looked for");
   if (record->is_complete.exchange(true)) return;
   if (is_foreign(storage)) record->hand_out(); // for good
   if (look_for_aliases && storage.use_count() > 2) { // the weight, and who asks

@@ -1,5 +1,5 @@
-// The casts of weights that a thread keeps, as mpamp.engine.casts.cache: an entry counts while what it was made of is
-// unchanged. Other threads may drop entries, so each cache has a lock; only its own thread adds.
+// The casts of weights that are kept, as mpamp.engine.casts.cache: an entry counts while what it was made of is
+// unchanged. A thread has a cache for its regions; one cache of the process outlives them. Any thread may drop entries.
 #pragma once
 
 #include "aliases.h"
@@ -10,9 +10,11 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstring>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -22,33 +24,63 @@ using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 // -- The autograd link ---------------------------------------------------------------------------------
 
-struct CastBack : torch::autograd::Node {
-  using Node::Node;
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
-    return {grads[0].defined() ? grads[0].to(at::kFloat) : grads[0]};
-  }
-  std::string name() const override { return "MpampCastBackward"; }
+// This torch holds nodes by std::shared_ptr up to 2.12, then by c10::intrusive_ptr.
+using NodePointer = decltype(torch::autograd::Edge::function);
+template <class Pointer>
+struct WeakOf {
+  using type = c10::weak_intrusive_ptr<typename Pointer::element_type>;
+};
+template <class T>
+struct WeakOf<std::shared_ptr<T>> {
+  using type = std::weak_ptr<T>;
 };
 
-// A new node, in what this torch holds nodes by: std::shared_ptr up to 2.12, then c10::intrusive_ptr.
-template <class Pointer, class Node = CastBack>
-Pointer new_node() {
+// The node that casts a gradient back: torch's own of a cast, which compiled autograd knows.
+template <class Pointer>
+Pointer new_node(const at::TensorOptions& options) {
+  using Node = torch::autograd::generated::ToCopyBackward0;
+  auto fill = [&](auto node) {
+    node->self_options = options;
+    return Pointer(std::move(node));
+  };
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::make_shared<Node>();
+    return fill(std::make_shared<Node>());
   } else {
-    return c10::make_intrusive<Node>();
+    return fill(c10::make_intrusive<Node>());
   }
 }
 
 // Give low-precision data the gradient of the float32 tensor that it is a cast of.
 inline Tensor linked(const Tensor& low, const Tensor& tensor) {
   namespace ag = torch::autograd;
-  auto node = new_node<decltype(ag::Edge::function)>();
+  needs_no_lock("a node of autograd is made");
+  auto node = new_node<NodePointer>(tensor.options());
   node->set_next_edges({ag::impl::gradient_edge(tensor)});
   Tensor result = low.tensor_data(); // as detach(), the version counter too, without a call of the dispatcher
   ag::set_history(result, node);
   return result;
 }
+
+// A cast that is linked to the weight's gradient, for all of its uses as long as a graph has one of them: so the
+// gradient is summed up in low precision and is cast back once. Some ops keep no tensor, but all keep the node.
+struct Link {
+  explicit Link(const Tensor& graph)
+      : cast_(graph.getIntrusivePtr()), node_(torch::autograd::impl::gradient_edge(graph).function) {}
+
+  Tensor use(const Tensor& low) const { // undefined where no graph has it any more
+    namespace ag = torch::autograd;
+    if (auto cast = cast_.lock()) return Tensor(std::move(cast));
+    auto node = node_.lock();
+    if (!node) return {};
+    Tensor result = low.tensor_data();
+    ag::impl::set_gradient_edge(result, ag::Edge(std::move(node), 0));
+    return result;
+  }
+
+ private:
+  Weak cast_;
+  WeakOf<NodePointer>::type node_;
+};
 
 // -- What is a weight ----------------------------------------------------------------------------------
 
@@ -71,6 +103,7 @@ struct Kinds {
     return learn(type);
   }
   Kind learn(PyTypeObject* type) {
+    needs_no_lock("Python is asked");
     py::gil_scoped_acquire lock;
     auto kind = static_cast<Kind>(ask(py::handle(reinterpret_cast<PyObject*>(type))).cast<int>());
     for (auto& [each, known_kind] : known) {
@@ -85,24 +118,37 @@ struct Kinds {
 };
 inline Kinds kinds;
 
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
 // Storages that something sets version counters back of: their weights are never kept.
 struct Rewritten {
-  std::mutex lock;
-  std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
+  Mutex lock;
+  std::unordered_map<const c10::StorageImpl*, WeakStorage> storages; // none has the address of one that is in here
+  size_t sweep_at = 64;
   std::atomic<bool> any{false};
 
-  void add(const c10::Storage& storage) {
-    std::lock_guard<std::mutex> guard(lock);
-    for (auto it = storages.begin(); it != storages.end();)
-      it = it->second.expired() ? storages.erase(it) : std::next(it);
-    storages.emplace(storage.unsafeGetStorageImpl(), c10::weak_intrusive_ptr<c10::StorageImpl>(storage.getWeakStorageImpl()));
+  void add(const std::vector<c10::Storage>& written) {
+    std::vector<WeakStorage> gone;
+    std::vector<std::pair<const c10::StorageImpl*, WeakStorage>> all;
+    for (auto& each : written) all.emplace_back(each.unsafeGetStorageImpl(), each.getWeakStorageImpl());
+    Guard guard(lock);
     any = true;
+    for (auto& [storage, weak] : all) storages.try_emplace(storage, std::move(weak));
+    if (storages.size() < sweep_at) return;
+    for (auto it = storages.begin(); it != storages.end();) {
+      if (!it->second.expired()) {
+        ++it;
+        continue;
+      }
+      gone.push_back(std::move(it->second));
+      it = storages.erase(it);
+    }
+    sweep_at = std::max<size_t>(64, 2 * storages.size());
   }
   bool has(const c10::StorageImpl* storage) {
     if (!any) return false;
-    std::lock_guard<std::mutex> guard(lock);
-    auto found = storages.find(const_cast<c10::StorageImpl*>(storage));
-    return found != storages.end() && !found->second.expired();
+    Guard guard(lock);
+    return storages.count(storage) > 0;
   }
 };
 inline Rewritten rewritten;
@@ -114,8 +160,8 @@ inline c10::StorageImpl* storage_of(const Tensor& t) {
 inline uint32_t version_of(const Tensor& t) { return t.unsafeGetTensorImpl()->version_counter().current_version(); }
 
 inline bool is_plain(const Tensor& t) {
-  return t.scalar_type() == at::kFloat && t.layout() == at::kStrided && !t.unsafeGetTensorImpl()->is_inference() &&
-      storage_of(t);
+  return t.scalar_type() == at::kFloat && t.layout() == at::kStrided && !t.is_nested() &&
+      !t.unsafeGetTensorImpl()->is_inference() && storage_of(t);
 }
 
 // As mpamp.engine.casts.cache.is_weight. The tensor is a plain one.
@@ -130,16 +176,20 @@ inline bool is_weight(const Tensor& t) {
 
 // -- Entries -------------------------------------------------------------------------------------------
 
-// What changes where a weight is written to or given other data.
+// What changes where a weight is written to or given other data. It holds the counter: a tensor that gets the address of
+// a weight that is gone, and its storage, has another one.
 struct State {
   explicit State(const Tensor& t)
-      : version(version_of(t)), storage(storage_of(t)), data(storage->data()), offset(t.storage_offset()),
-        sizes(t.sizes()), strides(t.strides()), record(records().find(storage)), epoch(record ? record->now(storage) : 0) {}
+      : counter(t.unsafeGetTensorImpl()->version_counter()), version(version_of(t)), storage(storage_of(t)),
+        data(storage->data()), offset(t.storage_offset()), sizes(t.sizes()), strides(t.strides()),
+        record(records().find(storage)), epoch(record ? record->now(storage) : 0) {}
   bool is_of(const Tensor& t) const {
-    return version == version_of(t) && storage == storage_of(t) && data == storage->data() &&
-        offset == t.storage_offset() && t.sizes() == at::IntArrayRef(sizes) && t.strides() == at::IntArrayRef(strides) &&
+    return is_same_counter(counter, t.unsafeGetTensorImpl()->version_counter()) && version == version_of(t) &&
+        storage == storage_of(t) && data == storage->data() && offset == t.storage_offset() &&
+        t.sizes() == at::IntArrayRef(sizes) && t.strides() == at::IntArrayRef(strides) &&
         (!record || epoch == record->now(storage));
   }
+  c10::VariableVersion counter;
   uint32_t version;
   c10::StorageImpl* storage;
   const void* data;
@@ -150,71 +200,84 @@ struct State {
 };
 
 inline c10::Stream current_stream(c10::Device device) {
+  needs_no_lock("a device is asked");
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
 // Which streams may read a cast: as mpamp.engine.casts.streams.
 struct Readiness {
-  c10::Stream made_on;
-  std::vector<int64_t> ready;
+  const c10::Stream made_on;
+  std::vector<int64_t> ready; // behind the cache's lock
   std::shared_ptr<c10::Event> event; // none where the device's first stream made it: one is recorded when needed
 
+  struct Homes {
+    Mutex lock;
+    std::unordered_map<c10::Device, c10::Stream> streams;
+  };
+  static Homes& homes() {
+    static auto* found = new Homes;
+    return *found;
+  }
   static c10::Stream home(c10::Stream stream) {
-    static std::mutex lock;
-    static std::unordered_map<c10::Device, c10::Stream> homes;
-    std::lock_guard<std::mutex> guard(lock);
-    return homes.emplace(stream.device(), stream).first->second;
+    Guard guard(homes().lock);
+    return homes().streams.emplace(stream.device(), stream).first->second;
   }
   explicit Readiness(c10::Stream stream) : made_on(stream), ready{stream.id()} {
     if (home(stream) != stream) event = recorded(stream);
   }
   static std::shared_ptr<c10::Event> recorded(c10::Stream stream) {
+    needs_no_lock("a device is asked");
     auto event = std::make_shared<c10::Event>(stream.device_type());
     event->record(stream);
     return event;
   }
-  void admit(const Tensor& low, c10::Stream stream) {
-    if (std::find(ready.begin(), ready.end(), stream.id()) != ready.end()) return;
+  bool has(c10::Stream stream) const { return std::find(ready.begin(), ready.end(), stream.id()) != ready.end(); }
+  void admit(const Tensor& low, c10::Stream stream) const {
     (event ? event : recorded(made_on))->block(stream);
     low.record_stream(stream); // else its memory could be given away while this stream still reads it
-    ready.push_back(stream.id());
   }
 };
 
 // Nothing refers to the weight itself, not even weakly: torch.utils.swap_tensors would refuse it then. An entry hangs on
-// the weight's storage; of two weights that share all of it, the one used last has the entry.
+// the weight's storage; of two weights that share all of it, the one used last has the entry. Threads share it: what
+// changes is atomic, or behind the cache's lock.
 struct Entry {
-  Entry(const Tensor& weight, const c10::Storage& storage, Tensor made, State state)
+  Entry(const Tensor& weight, const c10::Storage& storage, Tensor made, State state, const std::optional<c10::Stream>& stream)
       : weight(weight.unsafeGetTensorImpl()), storage(storage.getWeakStorageImpl()), state(std::move(state)),
-        low(std::move(made)), low_version(version_of(low)) {}
-  const c10::TensorImpl* weight; // only ever compared
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  State state;
-  Tensor low;
-  uint32_t low_version;
-  Tensor leaf; // the cast where no gradients are recorded, as a weight that wants some; made when it is first asked for
-  std::optional<Weak> graph; // the cast that is linked to the weight's gradient, while a graph holds it
+        low(std::move(made)), low_version(version_of(low)), bytes(low.nbytes()), passes(kinds.of(weight) == kLeaf) {
+    if (stream) readiness.emplace(*stream);
+  }
+  ~Entry() { needs_no_lock("a cast is let go of"); }
+  const c10::TensorImpl* const weight; // only ever compared
+  const WeakStorage storage;
+  const State state;
+  const Tensor low;
+  const uint32_t low_version;
+  const size_t bytes;
+  const bool passes; // no parameter: an input, say, which is gone after a step
+  bool is_alike = false; // views of the weight say by their strides where they lie in the cast, too; from its making on
   std::optional<Readiness> readiness;
-  bool is_stale = false; // written to without a counter; it may be made anew
-  bool is_alike = false; // views of the weight say by their strides where they lie in the cast, too
-  bool is_used = true; // an op has had it since it was made
+  std::atomic<bool> is_stale{false}; // written to without a counter; it may be made anew
+  std::atomic<bool> is_used{true}; // an op has had it since it was made
+  // Behind the cache's lock.
+  std::shared_ptr<const Tensor> leaf; // the cast where no gradients are recorded, as a weight that wants some
+  std::shared_ptr<const Link> link;
 
   bool is_of(const Tensor& t) const {
     return !is_stale && weight == t.unsafeGetTensorImpl() && state.is_of(t) && version_of(low) == low_version;
   }
-  // As mpamp.engine.casts.entries.Entry.as_weight: matmul goes by whether a weight wants gradients.
-  const Tensor& as_weight() {
-    if (!leaf.defined()) {
-      leaf = low.tensor_data();
-      leaf.set_requires_grad(true);
-    }
-    return leaf;
+  Tensor cast() const {
+    needs_no_lock("a cast is copied");
+    return low;
   }
   bool is_dead() const {
-    auto alive = storage.lock(); // a storage has no Python object that would need Python's lock to go
+    needs_no_lock("a storage is copied");
+    if (storage.expired()) return true;
+    auto alive = storage.lock();
     return !alive || alive->nbytes() == 0;
   }
 };
+using EntryPointer = std::shared_ptr<Entry>;
 
 struct Key {
   const c10::StorageImpl* storage;
@@ -226,9 +289,20 @@ struct Hash {
     return (reinterpret_cast<size_t>(key.storage) >> 4) * 31 + static_cast<size_t>(key.dtype);
   }
 };
+constexpr ScalarType kLowerDtypes[] = {at::kHalf, at::kBFloat16}; // all that weights are cast to
 
 // Goes up whenever entries are dropped for a reason that no version counter shows.
 inline std::atomic<uint64_t> drops{0};
+
+// How many casts the calling thread has made: in regions, and to outlive them.
+struct Counts {
+  std::array<int64_t, 2> casts{};
+  int64_t recasts = 0;
+};
+inline Counts& counts() {
+  static thread_local Counts found;
+  return found;
+}
 
 // Whether a view of a dense weight only turns it: its own cast has all of the elements, where they lie.
 inline bool is_all_of(const Tensor& view, const Tensor& base) {
@@ -238,59 +312,92 @@ inline bool is_all_of(const Tensor& view, const Tensor& base) {
 constexpr int64_t kWorthwhile = 8; // as mpamp.engine.casts.cache: up to how many times a view's elements are cast for it
 constexpr int64_t kSmall = 1 << 16;
 
-struct Cache {
-  std::mutex lock;
-  std::unordered_map<Key, Entry, Hash> entries;
-  std::atomic<int64_t> casts{0}, recasts{0};
-  size_t sweep_at = 64;
+// When to look for entries whose weight is gone: once as much has been added as there was, so that it costs little.
+struct Growth {
+  size_t count = 0, bytes = 0, count_at = 64, bytes_at = 1 << 16;
 
+  bool add(const Entry& entry) {
+    ++count;
+    bytes += entry.bytes;
+    return count >= count_at || bytes >= bytes_at;
+  }
+  void start(const std::vector<EntryPointer>& alive) {
+    Growth fresh;
+    for (auto& entry : alive) fresh.bytes += entry->bytes;
+    bytes_at = std::max(fresh.bytes_at, fresh.bytes);
+    count_at = std::max(fresh.count_at, alive.size());
+    count = bytes = 0;
+  }
+};
+
+class Cache {
+ public:
+  explicit Cache(bool is_lasting) : is_lasting_(is_lasting) {}
+  Mutex lock;
+
+  bool is_empty() const { return size_ == 0; }
+  std::vector<EntryPointer> all() {
+    std::vector<EntryPointer> found;
+    Guard guard(lock);
+    found.reserve(entries_.size());
+    for (auto& [key, entry] : entries_) found.push_back(entry);
+    return found;
+  }
+  EntryPointer entry_at(const Key& key) {
+    Guard guard(lock);
+    auto it = entries_.find(key);
+    return it == entries_.end() ? nullptr : it->second;
+  }
+  // The entry that serves a weight's cast, if one does.
+  EntryPointer of(const Tensor& weight, ScalarType dtype) {
+    auto entry = entry_at({storage_of(weight), dtype});
+    return entry && entry->is_of(weight) ? entry : nullptr; // which takes the lock of a record
+  }
   void clear() {
-    decltype(entries) gone; // what dies with them may run code of others: not under the lock
-    std::lock_guard<std::mutex> guard(lock);
-    gone.swap(entries);
+    decltype(entries_) gone;
+    decltype(passing_) passed;
+    Guard guard(lock);
+    gone.swap(entries_);
+    passed.swap(passing_);
+    size_ = 0;
+    weights_ = inputs_ = Growth();
   }
+  // Drop the entries of storages that are gone, or were freed in place, and return how many are left.
   size_t sweep() {
-    std::vector<Entry> gone;
-    std::lock_guard<std::mutex> guard(lock);
-    return swept(gone);
+    auto alive = sweep(all());
+    return alive.size();
   }
-  template <class Wanted>
-  void mark_stale_if(Wanted wanted) {
-    std::lock_guard<std::mutex> guard(lock);
-    for (auto& [key, entry] : entries)
-      if (wanted(entry)) entry.is_stale = true;
+  void drop(const std::vector<c10::Storage>& storages) {
+    std::vector<EntryPointer> gone;
+    if (is_empty()) return;
+    Guard guard(lock);
+    for (auto& storage : storages)
+      for (auto dtype : kLowerDtypes) take({storage.unsafeGetStorageImpl(), dtype}, gone);
   }
-  template <class Wanted>
-  void drop_if(Wanted wanted) {
-    std::vector<Entry> gone;
-    std::lock_guard<std::mutex> guard(lock);
-    for (auto it = entries.begin(); it != entries.end();) {
-      if (!wanted(it->second)) {
-        ++it;
-        continue;
+  // Have the entries of these storages be served no more, but stay until they are made anew.
+  void outdate(const std::vector<c10::Storage>& storages) {
+    if (is_empty()) return;
+    Guard guard(lock);
+    for (auto& storage : storages)
+      for (auto dtype : kLowerDtypes) {
+        auto it = entries_.find({storage.unsafeGetStorageImpl(), dtype});
+        if (it != entries_.end()) it->second->is_stale = true;
       }
-      gone.push_back(std::move(it->second));
-      it = entries.erase(it);
-    }
   }
 
   // The kept cast of a weight, linked to the gradient of `user` (the weight or a view of it) where one is needed. The
   // stream is the current one, where the device has any.
   std::optional<Tensor> find(const Tensor& weight, ScalarType dtype, const Tensor& user, const std::optional<c10::Stream>& stream) {
-    std::lock_guard<std::mutex> guard(lock);
-    auto it = entries.find({storage_of(weight), dtype});
-    if (it == entries.end()) return std::nullopt;
-    auto& entry = it->second;
-    if (!entry.is_of(weight)) return std::nullopt;
-    if (stream && entry.readiness && entry.readiness->made_on != *stream) entry.readiness->admit(entry.low, *stream);
-    if (!weight.is_same(user) && !entry.is_alike) return std::nullopt;
-    entry.is_used = true;
-    return use(entry, weight, user);
+    auto entry = of(weight, dtype);
+    if (!entry || (!weight.is_same(user) && !entry->is_alike)) return std::nullopt;
+    if (stream && entry->readiness && entry->readiness->made_on != *stream) admit(*entry, *stream);
+    entry->is_used = true;
+    return use(*entry, weight, user);
   }
 
   // Cast a weight, and keep the result if nobody has written to the weight meanwhile.
   Tensor add(const Tensor& weight, ScalarType dtype, const Tensor& user, const std::optional<c10::Stream>& stream) {
-    ++casts;
+    ++counts().casts[is_lasting_];
     auto dropped = drops.load();
     auto storage = held(weight);
     begin_record(weight, storage);
@@ -302,48 +409,97 @@ struct Cache {
       at::AutoDispatchBelowADInplaceOrView below;
       low = at::as_strided(low, weight.sizes(), weight.strides(), 0);
     }
-    Entry entry(weight, storage, std::move(low), state);
-    entry.is_alike = is_view; // a view's base was asked about; else it is made anew for the first view
-    if (graph.requires_grad() && !is_view) entry.graph = Weak(graph.getIntrusivePtr());
-    if (stream) entry.readiness.emplace(*stream);
-    if (!is_whole || (!is_view && !graph.requires_grad())) graph = use(entry, weight, user);
-    std::vector<Entry> gone;
-    std::lock_guard<std::mutex> guard(lock);
-    if (dropped == drops.load() && state.is_of(weight) && state.storage == storage.unsafeGetStorageImpl()) {
-      if (entries.size() >= sweep_at) sweep_at = std::max<size_t>(64, 2 * swept(gone));
-      Key key{storage_of(weight), dtype};
-      auto old = entries.find(key);
-      if (old != entries.end()) {
-        gone.push_back(std::move(old->second));
-        entries.erase(old);
-      }
-      entries.emplace(key, std::move(entry));
-    }
+    auto entry = std::make_shared<Entry>(weight, storage, std::move(low), std::move(state), stream);
+    entry->is_alike = is_view; // a view's base was asked about; else it is made anew for the first view
+    if (graph.requires_grad() && !is_view) entry->link = std::make_shared<const Link>(graph);
+    if (!is_whole || (!is_view && !graph.requires_grad())) graph = use(*entry, weight, user);
+    if (entry->state.storage == storage.unsafeGetStorageImpl()) keep(weight, dtype, std::move(entry), dropped);
     return graph;
   }
+
+  // Make the casts of these weights anew that were used since they were made, by one copy a device; drop the others.
+  void remake(const std::vector<Tensor>& weights, ScalarType dtype);
 
   static Tensor data(const Tensor& weight, ScalarType dtype) {
     c10::InferenceMode off(false);
     at::NoGradGuard no_grad;
     return weight.to(dtype);
   }
-
- private:
   // Another thread may be giving the weight other data; that has Python's lock, and the old storage may go with it.
   static c10::Storage held(const Tensor& weight) {
+    needs_no_lock("Python is asked");
     py::gil_scoped_acquire lock;
     return weight.storage();
   }
-  size_t swept(std::vector<Entry>& gone) {
-    for (auto it = entries.begin(); it != entries.end();) {
-      if (it->second.is_dead()) {
-        gone.push_back(std::move(it->second));
-        it = entries.erase(it);
-      } else {
-        ++it;
-      }
+
+ private:
+  // Under the lock: move an entry to those that die after it.
+  void take(const Key& key, std::vector<EntryPointer>& gone) {
+    auto it = entries_.find(key);
+    if (it == entries_.end()) return;
+    gone.push_back(std::move(it->second));
+    entries_.erase(it);
+    size_ = entries_.size();
+  }
+  void keep(const Tensor& weight, ScalarType dtype, EntryPointer entry, uint64_t dropped) {
+    std::vector<EntryPointer> gone;
+    Key key{entry->state.storage, dtype};
+    bool is_due = false;
+    if (!entry->is_of(weight)) return;
+    auto other = of(weight, dtype); // another thread's, made meanwhile
+    if (other && (other->is_alike || !entry->is_alike)) return;
+    {
+      Guard guard(lock);
+      if (dropped != drops.load()) return;
+      take(key, gone);
+      entries_.emplace(key, entry);
+      size_ = entries_.size();
+      is_due = (entry->passes ? inputs_ : weights_).add(*entry);
+      if (entry->passes) passing_.push_back(entry);
     }
-    return entries.size();
+    if (!is_due) return;
+    if (entry->passes) {
+      sweep_passing();
+    } else {
+      auto alive = sweep(all());
+      Guard guard(lock);
+      weights_.start(alive);
+    }
+  }
+  std::vector<EntryPointer> sweep(std::vector<EntryPointer> entries) {
+    auto dead = std::stable_partition(entries.begin(), entries.end(), [](auto& entry) { return !entry->is_dead(); });
+    std::vector<EntryPointer> gone(dead, entries.end());
+    entries.erase(dead, entries.end());
+    Guard guard(lock);
+    for (size_t i = 0, count = gone.size(); i < count; ++i) remove(gone[i], gone);
+    return entries;
+  }
+  void remove(const EntryPointer& entry, std::vector<EntryPointer>& gone) {
+    auto it = entries_.find({entry->state.storage, entry->low.scalar_type()});
+    if (it != entries_.end() && it->second == entry) take(it->first, gone);
+  }
+  void sweep_passing() {
+    std::vector<std::weak_ptr<Entry>> passing;
+    std::vector<EntryPointer> entries;
+    {
+      Guard guard(lock);
+      passing.swap(passing_);
+    }
+    for (auto& each : passing)
+      if (auto entry = each.lock()) entries.push_back(std::move(entry));
+    entries = sweep(std::move(entries));
+    Guard guard(lock);
+    passing_.insert(passing_.end(), entries.begin(), entries.end());
+    inputs_.start(entries);
+  }
+  void admit(Entry& entry, c10::Stream stream) {
+    {
+      Guard guard(lock);
+      if (entry.readiness->has(stream)) return;
+    }
+    entry.readiness->admit(entry.low, stream);
+    Guard guard(lock);
+    entry.readiness->ready.push_back(stream.id());
   }
   static Tensor detached(const Tensor& graph) {
     at::NoGradGuard no_grad;
@@ -353,17 +509,23 @@ struct Cache {
     if (!c10::InferenceMode::is_enabled()) return weight.to(dtype);
     return data(weight, dtype); // so that a later backward pass can save it
   }
-  static Tensor use(Entry& entry, const Tensor& weight, const Tensor& user) {
+  template <class T>
+  T get(const T& place) {
+    Guard guard(lock);
+    return place;
+  }
+  template <class T>
+  T swap(T& place, T value) { // and return what was there
+    Guard guard(lock);
+    place.swap(value);
+    return value;
+  }
+
+  Tensor use(Entry& entry, const Tensor& weight, const Tensor& user) {
     bool needs_grad = at::GradMode::is_enabled() && user.requires_grad();
     if (weight.is_same(user)) {
-      if (!weight.requires_grad() || c10::InferenceMode::is_enabled()) return entry.low;
-      if (!needs_grad) return entry.as_weight();
-      if (entry.graph) {
-        if (auto graph = entry.graph->lock()) return Tensor(std::move(graph));
-      }
-      auto graph = linked(entry.low, weight);
-      entry.graph = Weak(graph.getIntrusivePtr());
-      return graph;
+      if (!weight.requires_grad() || c10::InferenceMode::is_enabled()) return entry.cast();
+      return needs_grad ? with_gradient(entry, weight) : as_weight(entry);
     }
     Tensor view;
     {
@@ -372,6 +534,31 @@ struct Cache {
     }
     return needs_grad ? linked(view, user) : view;
   }
+  Tensor with_gradient(Entry& entry, const Tensor& weight) {
+    if (auto link = get(entry.link)) {
+      auto found = link->use(entry.low);
+      if (found.defined()) return found;
+    }
+    auto graph = linked(entry.low, weight);
+    swap(entry.link, std::make_shared<const Link>(graph));
+    return graph;
+  }
+  // As mpamp.engine.casts.entries.Entry.as_weight: matmul goes by whether a weight wants gradients.
+  Tensor as_weight(Entry& entry) {
+    if (auto leaf = get(entry.leaf)) return *leaf;
+    Tensor made = entry.low.tensor_data();
+    made.set_requires_grad(true);
+    swap(entry.leaf, std::make_shared<const Tensor>(made));
+    return made;
+  }
+  bool is_free(const EntryPointer& entry);
+
+  const bool is_lasting_;
+  std::atomic<size_t> size_{0};
+  // Behind the lock.
+  std::unordered_map<Key, EntryPointer, Hash> entries_;
+  std::vector<std::weak_ptr<Entry>> passing_;
+  Growth weights_, inputs_;
 };
 
 // The weight that a tensor is a view of, if that may be kept. A negative view isn't told by where it lies.

@@ -133,10 +133,9 @@ void set_carriers(const std::vector<int>& keys, py::object first) {
 }
 
 std::tuple<int64_t, int64_t, int64_t> info() {
-  auto& thread = this_thread();
-  auto entries = thread.in_region.sweep() + thread.persistent.sweep();
-  return {thread.in_region.casts + thread.persistent.casts, static_cast<int64_t>(entries),
-          thread.in_region.recasts + thread.persistent.recasts};
+  auto entries = this_thread().in_region->sweep() + caches().lasting->sweep();
+  auto& made = counts();
+  return {made.casts[0] + made.casts[1], static_cast<int64_t>(entries), made.recasts};
 }
 
 // Where the calling thread keeps casts, and the stream on which they are queued, for Python's kernels: those keep no casts
@@ -149,41 +148,35 @@ std::optional<c10::Stream> stream_of(const Tensor& weight, bool has_streams) {
 // Each cast that is kept and may be served, and a tensor of what is where its weight was.
 std::vector<std::pair<Tensor, Tensor>> kept(bool of_all_threads) {
   std::vector<std::pair<Tensor, Tensor>> found;
-  auto* mine = &this_thread();
-  threads().each([&](Thread& thread) {
-    if (!of_all_threads && &thread != mine) return;
-    for (auto* cache : {&thread.in_region, &thread.persistent}) {
-      std::lock_guard<std::mutex> guard(cache->lock);
-      for (auto& [key, entry] : cache->entries) {
-        auto storage = entry.storage.lock();
-        if (!storage || entry.is_stale || storage->data() != entry.state.data || version_of(entry.low) != entry.low_version)
-          continue;
-        at::NoGradGuard no_grad;
-        auto weight = at::empty({0}, entry.low.options().dtype(at::kFloat));
-        weight.set_(c10::Storage(std::move(storage)), entry.state.offset, entry.state.sizes, entry.state.strides);
-        found.emplace_back(entry.low, std::move(weight));
-      }
+  for (auto& cache : caches().all()) {
+    if (!of_all_threads && cache != this_thread().in_region && cache != caches().lasting) continue;
+    for (auto& entry : cache->all()) {
+      auto storage = entry->storage.lock();
+      if (!storage || entry->is_stale || storage->data() != entry->state.data || version_of(entry->low) != entry->low_version)
+        continue;
+      at::NoGradGuard no_grad;
+      auto weight = at::empty({0}, entry->low.options().dtype(at::kFloat));
+      weight.set_(c10::Storage(std::move(storage)), entry->state.offset, entry->state.sizes, entry->state.strides);
+      found.emplace_back(entry->low, std::move(weight));
     }
-  });
+  }
   return found;
 }
 
 // Tell whether a cast would be served for a tensor.
 bool serves(const Tensor& tensor, const Tensor& low) {
-  bool found = false;
-  threads().each([&](Thread& thread) {
-    for (auto* cache : {&thread.in_region, &thread.persistent}) {
-      std::lock_guard<std::mutex> guard(cache->lock);
-      auto it = tensor.has_storage() ? cache->entries.find({storage_of(tensor), low.scalar_type()}) : cache->entries.end();
-      found |= it != cache->entries.end() && it->second.low.is_same(low) && it->second.is_of(tensor);
-    }
-  });
-  return found;
+  if (!tensor.has_storage() || !is_plain(tensor)) return false;
+  for (auto& cache : caches().all()) {
+    auto entry = cache->of(tensor, low.scalar_type());
+    if (entry && entry->low.is_same(low)) return true;
+  }
+  return false;
 }
 
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  Fork::watch();
   auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
   python().names = {name("_spec"), name("ready"), name("device"), name("version"), name("core"), name("clear")};
   m.attr("codes") = codes();
@@ -212,7 +205,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("info", &info);
   m.def("find", [](const Tensor& weight, py::handle dtype, const Tensor& user, bool is_persistent, bool has_streams) {
     auto target = scalar_type(dtype);
-    py::gil_scoped_release unlocked; // who holds a cache's lock may want Python's
+    py::gil_scoped_release unlocked;
     return cache_of(is_persistent).find(weight, target, user, stream_of(weight, has_streams));
   });
   m.def("add", [](const Tensor& weight, py::handle dtype, const Tensor& user, bool is_persistent, bool has_streams) {
@@ -220,15 +213,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     py::gil_scoped_release unlocked;
     return cache_of(is_persistent).add(weight, target, user, stream_of(weight, has_streams));
   });
-  m.def("casts", [](bool is_persistent) { return cache_of(is_persistent).casts.load(); });
+  m.def("casts", [](bool is_persistent) { return counts().casts[is_persistent]; });
   m.def("kept", &kept);
-  m.def("has_casts", [] { return !this_thread().in_region.entries.empty(); });
-  m.def("clear_region", [] { this_thread().in_region.clear(); }, py::call_guard<py::gil_scoped_release>());
+  m.def("has_casts", [] { return !this_thread().in_region->is_empty(); });
+  m.def("clear_region", [] { this_thread().in_region->clear(); }, py::call_guard<py::gil_scoped_release>());
   m.def("clear", &clear_all, py::call_guard<py::gil_scoped_release>());
-  m.def("clear_mine", [](bool is_persistent) {
-    auto& thread = this_thread();
-    (is_persistent ? thread.persistent : thread.in_region).clear();
-  });
+  m.def("clear_mine", [](bool is_persistent) { cache_of(is_persistent).clear(); }, py::call_guard<py::gil_scoped_release>());
   m.def("forget", [](const std::vector<Tensor>& tensors, bool for_good) { forget(storages_of(tensors), for_good, false); },
         py::call_guard<py::gil_scoped_release>());
   m.def("outdate", [](const std::vector<Tensor>& tensors) { forget(storages_of(tensors), false, true); },

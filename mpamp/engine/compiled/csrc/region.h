@@ -240,7 +240,7 @@ inline PyObject* leave(PyObject* self, PyObject* const* args, Py_ssize_t count) 
   else if (restore(*spec, PyList_GET_ITEM(entry, 1), undo) < 0) return nullptr;
   if (PyList_SetSlice(entries, size - 1, size, nullptr) < 0) return nullptr;
   if (size == 1) {
-    if (!thread.in_region.entries.empty()) thread.in_region.clear();
+    if (!thread.in_region->is_empty()) thread.in_region->clear();
     if (PyDict_GET_SIZE(thread.python_casts)) return PyObject_CallMethodNoArgs(thread.python_casts, known.names.clear);
   }
   Py_RETURN_NONE;

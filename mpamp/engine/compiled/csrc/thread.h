@@ -4,6 +4,9 @@
 #include "cache.h"
 
 #include <torch/csrc/autograd/graph_task.h>
+#ifndef _WIN32
+#include <pthread.h>
+#endif
 
 namespace mpamp {
 
@@ -11,39 +14,44 @@ struct Thread {
   Thread();
   ~Thread();
   std::array<std::shared_ptr<Scope>, kDevices> scopes;
-  Cache in_region, persistent;
+  const std::shared_ptr<Cache> in_region;
   // What mpamp.engine.scope.ThreadState has, as long as it is there. None: nothing is known of the thread, Python's kernels
   // run.
   PyObject *entries = nullptr, *python_scopes = nullptr, *python_casts = nullptr;
   const void* attached = nullptr; // who holds them
 
-  Cache* cache(Keep keep) { return keep == kInRegion ? &in_region : keep == kPersistently ? &persistent : nullptr; }
+  Cache* cache(Keep keep) const;
 };
 
-struct Threads {
-  std::mutex lock;
-  std::vector<Thread*> all;
+// Every cache that there is; none is destroyed under the lock.
+struct Caches {
+  Mutex lock;
+  std::vector<std::shared_ptr<Cache>> of_regions;
+  const std::shared_ptr<Cache> lasting = std::make_shared<Cache>(true); // of all threads: a weight's cast is there once
 
-  template <class Do>
-  void each(Do&& run) {
-    std::lock_guard<std::mutex> guard(lock);
-    for (auto* thread : all) run(*thread);
+  std::vector<std::shared_ptr<Cache>> all() {
+    Guard guard(lock);
+    auto found = of_regions;
+    found.push_back(lasting);
+    return found;
   }
 };
-inline Threads& threads() {
-  static auto* found = new Threads; // outlives every thread
+inline Caches& caches() {
+  static auto* found = new Caches; // outlives every thread
   return *found;
 }
 
-inline Thread::Thread() {
-  auto& every = threads();
-  std::lock_guard<std::mutex> guard(every.lock);
-  every.all.push_back(this);
+inline Thread::Thread() : in_region(std::make_shared<Cache>(false)) {
+  Guard guard(caches().lock);
+  caches().of_regions.push_back(in_region);
 }
 inline Thread::~Thread() {
-  auto& every = threads();
-  std::lock_guard<std::mutex> guard(every.lock);
-  every.all.erase(std::find(every.all.begin(), every.all.end(), this));
+  Guard guard(caches().lock);
+  auto& every = caches().of_regions;
+  every.erase(std::remove(every.begin(), every.end(), in_region), every.end()); // this thread has it still
+}
+inline Cache* Thread::cache(Keep keep) const {
+  return keep == kInRegion ? in_region.get() : keep == kPersistently ? caches().lasting.get() : nullptr;
 }
 
 inline Thread& this_thread() {
@@ -51,108 +59,126 @@ inline Thread& this_thread() {
   return thread;
 }
 
+// -- Forks ---------------------------------------------------------------------------------------------
+
+// A process forks with all locks held, so that they are free in the child and nothing is half done there.
+struct Fork {
+  static std::vector<Mutex*> locks() { // with those of the caches and the records held, which come first
+    std::vector<Mutex*> found;
+    for (auto& [storage, known] : records().records) found.push_back(&known.record->lock);
+    for (auto& cache : caches().of_regions) found.push_back(&cache->lock);
+    found.push_back(&caches().lasting->lock);
+    found.push_back(&rewritten.lock);
+    found.push_back(&Readiness::homes().lock);
+    return found;
+  }
+  static void before() {
+    caches().lock.lock_to_fork();
+    records().lock.lock_to_fork();
+    for (auto* lock : locks()) lock->lock_to_fork();
+  }
+  static void after() {
+    for (auto* lock : locks()) lock->unlock_after_fork();
+    records().lock.unlock_after_fork();
+    caches().lock.unlock_after_fork();
+  }
+  static void watch() {
+#ifndef _WIN32
+    pthread_atfork(&before, &after, &after);
+#endif
+  }
+};
+
 // -- All threads' casts --------------------------------------------------------------------------------
 
 inline void clear_all() {
   ++drops;
-  threads().each([](Thread& thread) {
-    thread.in_region.clear();
-    thread.persistent.clear();
-  });
+  for (auto& cache : caches().all()) cache->clear();
 }
 
-// Drop the casts of weights that share memory with these storages; those that the calling thread keeps persistently only
-// go out of use if `may_be_remade`.
+// Drop the casts of weights that share memory with these storages; those that outlive regions only go out of use if
+// `may_be_remade`.
 inline void forget(const std::vector<c10::Storage>& storages, bool for_good, bool may_be_remade) {
   ++drops; // before entries go: a cast that was begun before isn't kept after
-  std::unordered_set<const c10::StorageImpl*> written;
-  for (auto& storage : storages) {
-    written.insert(storage.unsafeGetStorageImpl());
-    if (for_good) rewritten.add(storage);
-  }
-  auto wanted = [&](const Entry& entry) { return written.count(entry.state.storage) > 0; };
-  auto* mine = &this_thread();
-  threads().each([&](Thread& thread) {
-    thread.in_region.drop_if(wanted);
-    if (&thread == mine && may_be_remade)
-      thread.persistent.mark_stale_if(wanted);
+  if (for_good) rewritten.add(storages);
+  for (auto& cache : caches().all()) {
+    if (cache == caches().lasting && may_be_remade)
+      cache->outdate(storages);
     else
-      thread.persistent.drop_if(wanted);
-  });
+      cache->drop(storages);
+  }
 }
 
-struct Copy {
-  Key key;
-  State state; // from before the copy: who writes meanwhile leaves an entry that is never served
-  Tensor low, high;
-};
-
-// Nobody reads the cast's memory: no graph holds it, and no other stream was given it.
-inline bool is_free(const Entry& entry) {
-  if (entry.readiness && (entry.readiness->ready.size() != 1 || entry.readiness->made_on != current_stream(entry.low.device())))
+// Nobody reads the cast's memory: no graph holds it, and no other stream was given it. It is stale, so nobody else finds
+// it; who has found it before has it by now, or has the entry.
+inline bool Cache::is_free(const EntryPointer& entry) {
+  if (entry.use_count() > 2) return false; // it is in here, and the caller has it
+  std::atomic_thread_fence(std::memory_order_acquire);
+  auto leaf = swap(entry->leaf, {}); // which goes, then
+  bool has_leaf = leaf && leaf.use_count() == 1 && leaf->use_count() == 1;
+  if (entry->readiness && (entry->readiness->ready.size() != 1 || entry->readiness->made_on != current_stream(entry->low.device())))
     return false;
-  bool has_memory = storage_of(entry.low)->nbytes() > 0; // a device in pure Python has it elsewhere
-  bool has_leaf = entry.leaf.defined() && entry.leaf.use_count() == 1; // which goes, then
-  return has_memory && entry.low.use_count() == 1 && entry.low.storage().use_count() == size_t(has_leaf ? 2 : 1);
+  bool has_memory = storage_of(entry->low)->nbytes() > 0; // a device in pure Python has it elsewhere
+  return has_memory && entry->low.use_count() == 1 && entry->low.storage().use_count() == size_t(has_leaf ? 2 : 1);
 }
 
-// The casts of these weights to a dtype that the thread keeps and has used, with memory for new ones.
-inline std::vector<Copy> to_remake(Cache& cache, const std::vector<Tensor>& weights, ScalarType dtype) {
+inline void Cache::remake(const std::vector<Tensor>& weights, ScalarType dtype) {
+  struct Copy {
+    Tensor weight;
+    EntryPointer old;
+    State state; // from before the copy: who writes meanwhile leaves an entry that is never served
+    c10::Storage storage;
+  };
   std::vector<Copy> copies;
-  std::vector<Entry> gone;
-  std::vector<Tensor> leaves;
-  std::lock_guard<std::mutex> guard(cache.lock);
+  std::vector<c10::Storage> unused;
+  std::unordered_map<c10::Device, std::pair<std::vector<Tensor>, std::vector<Tensor>>> by_device;
+  auto dropped = drops.load();
   for (auto& weight : weights) {
-    auto it = weight.has_storage() ? cache.entries.find({storage_of(weight), dtype}) : cache.entries.end();
-    if (it == cache.entries.end()) continue;
-    auto& entry = it->second;
-    bool is_same = entry.weight == weight.unsafeGetTensorImpl() && entry.low.sizes() == weight.sizes() &&
-        entry.low.strides() == weight.strides();
-    if (!entry.is_used || !is_same || !is_plain(weight) || !is_weight(weight)) {
-      gone.push_back(std::move(entry));
-      cache.entries.erase(it);
+    auto old = weight.has_storage() ? entry_at({storage_of(weight), dtype}) : nullptr;
+    if (!old) continue;
+    auto storage = held(weight);
+    bool is_same = old->weight == weight.unsafeGetTensorImpl() && is_plain(weight) &&
+        old->low.sizes() == weight.sizes() && old->low.strides() == weight.strides();
+    if (!old->is_used || !is_same || !is_weight(weight) || (storage.nbytes() == 0 && storage_of(old->low)->nbytes() != 0)) {
+      unused.push_back(std::move(storage));
       continue;
     }
-    entry.is_stale = true; // what is half written isn't served
-    copies.push_back({it->first, State(weight), is_free(entry) ? entry.low : Tensor(), weight.detach()});
-    leaves.push_back(std::move(entry.leaf));
+    old->is_stale = true; // what is half written isn't served
+    copies.push_back({weight, std::move(old), State(weight), std::move(storage)});
   }
-  return copies;
+  std::vector<Tensor> lows;
+  try {
+    for (auto& copy : copies) {
+      auto high = copy.weight.detach();
+      lows.push_back(is_free(copy.old) ? copy.old->low : at::empty_like(high, high.options().dtype(dtype)));
+      auto& [low, highs] = by_device[high.device()];
+      low.push_back(lows.back());
+      highs.push_back(std::move(high));
+    }
+    for (auto& [device, lists] : by_device) at::_foreach_copy_(lists.first, lists.second);
+  } catch (const c10::Error&) { // out of memory, mostly: the step was done, and the next use makes them
+    for (auto& copy : copies) unused.push_back(copy.storage);
+    copies.clear();
+  }
+  for (size_t i = 0; i < copies.size(); ++i) {
+    auto& [weight, old, state, storage] = copies[i];
+    std::optional<c10::Stream> stream;
+    if (old->readiness) stream = current_stream(lows[i].device());
+    auto entry = std::make_shared<Entry>(weight, storage, lows[i], std::move(state), stream);
+    entry->is_alike = old->is_alike;
+    entry->is_used = false;
+    keep(weight, dtype, std::move(entry), dropped);
+  }
+  drop(unused);
+  counts().casts[is_lasting_] += static_cast<int64_t>(copies.size());
+  counts().recasts += static_cast<int64_t>(copies.size());
 }
 
-inline void remake(Cache& cache, std::vector<Copy> copies) {
-  std::unordered_map<c10::Device, std::pair<std::vector<Tensor>, std::vector<Tensor>>> by_device;
-  for (auto& copy : copies) {
-    if (!copy.low.defined()) copy.low = at::empty_like(copy.high, copy.high.options().dtype(copy.key.dtype));
-    auto& [lows, highs] = by_device[copy.low.device()];
-    lows.push_back(copy.low);
-    highs.push_back(copy.high);
-  }
-  for (auto& [device, lists] : by_device) at::_foreach_copy_(lists.first, lists.second);
-  std::vector<Tensor> gone;
-  std::lock_guard<std::mutex> guard(cache.lock);
-  for (auto& copy : copies) {
-    auto it = cache.entries.find(copy.key);
-    if (it == cache.entries.end()) continue;
-    auto& entry = it->second;
-    gone.push_back(std::move(entry.low));
-    entry.low = copy.low;
-    entry.low_version = version_of(copy.low);
-    entry.state = copy.state;
-    entry.graph.reset();
-    entry.is_stale = entry.is_used = false;
-    if (entry.readiness) entry.readiness.emplace(current_stream(copy.low.device()));
-  }
-  cache.casts += static_cast<int64_t>(copies.size());
-  cache.recasts += static_cast<int64_t>(copies.size());
-}
-
-// After an optimizer's step: make the casts that this thread keeps persistently anew, by one copy a device and dtype.
+// After an optimizer's step: make the casts that outlive regions anew, by one copy a device and dtype.
 inline void remake(const std::vector<Tensor>& weights) {
-  auto& cache = this_thread().persistent;
   c10::InferenceMode off(false);
   at::NoGradGuard no_grad;
-  for (auto dtype : {at::kHalf, at::kBFloat16}) remake(cache, to_remake(cache, weights, dtype));
+  for (auto dtype : kLowerDtypes) caches().lasting->remake(weights, dtype);
 }
 
 } // namespace mpamp
