@@ -1,5 +1,5 @@
-"""The locks of mpamp, all made here, in their one order: those that are ``made()`` for installing, ``turn()``, ``LOCK``,
-those that are ``made()`` for a part of its own. A thread that has one takes none that comes before it.
+"""The locks of mpamp, all made here, in their one order: those that are ``made()`` for installing, ``turn()``,
+``LOCK``, those that are ``made()`` for a part of its own. A thread that has one takes none that comes before it.
 
 ``LOCK`` guards what threads share. It is held shortly, and never while code of others runs: no import, no hook, no
 method of a backend. Those run in a ``turn()``, one thread at a time, or where something is installed.

@@ -14,7 +14,7 @@ __all__ = ["Entries", "Entry", "Link", "begin_drop", "last_drop", "state_of"]
 
 Tensor = torch.Tensor
 Key = tuple[int, torch.dtype]
-"""A weight's id, and the dtype that it was cast to. A tensor may get the id of one that is gone: see ``Entry.owner``."""
+"""A weight's id, and the dtype that it was cast to. A tensor may get the id of one that is gone: ``Entry.owner``."""
 _mode_depth = torch._C._len_torch_dispatch_stack
 
 
@@ -114,7 +114,7 @@ class Link:
     def __init__(self, cast: Tensor) -> None:
         """Refer to the cast, and to its node, which has saved it, both weakly."""
         self.cast: weakref.ref[Tensor] = weakref.ref(cast)
-        self.node: weakref.ref[Any] = weakref.ref(cast.grad_fn)  # type: ignore[arg-type]
+        self.node: weakref.ref[Any] = weakref.ref(cast.grad_fn)
 
     def use(self) -> Tensor | None:
         """Return the cast, or another tensor of the same node; None where no graph has it any more."""
