@@ -172,7 +172,6 @@ def test_every_command_is_there_with_its_options() -> None:
         "regions.md",
         "module_rules.md",
         "tables.md",
-        "backend-plugin.md",
         "op-pack.md",
         "overflow.md",
         "search.md",
@@ -181,13 +180,27 @@ def test_every_command_is_there_with_its_options() -> None:
     ],
 )
 def test_its_python_runs(page: str) -> None:
-    blocks = re.findall(r"^```python\n(.+?)^```$", _page(page), flags=re.M | re.S)
-    assert blocks
+    blocks = _blocks(page)
     names: dict[str, Any] = {"__name__": "docs"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for block in blocks:
             exec(compile(block, page, "exec"), names)
+
+
+def _blocks(page: str) -> list[str]:
+    blocks = re.findall(r"^```python\n(.+?)^```$", _page(page), flags=re.M | re.S)
+    assert blocks
+    return blocks
+
+
+def test_the_backends_python_runs() -> None:
+    """In a process of its own: it names a device to torch."""
+    code = "\n".join(_blocks("backend-plugin.md"))
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert ", 0 failed" in done.stdout
 
 
 def test_names_of_mpamp_are_mpamps() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ALLOWED = {"torch", "pluggy", "packaging", "mpamp", "tomli"}
-MOST_MODULES = 80
+MOST_MODULES = 90
 """mpamp has some 40 that its public names need, and reads TOML by 4 of the standard library's."""
 
 REPORT = """

@@ -119,8 +119,12 @@ def can_be_called(name: str, place: str) -> bool:
     """Tell whether an overload can be called here at all.
 
     Those that name dimensions (until torch 2.12) can't: ``torch.ops`` takes no named tensors. Nor can cuDNN's RNN
-    on fake tensors: its autocast kernel lays the weights out anew, on a card.
+    on fake tensors: its autocast kernel lays the weights out anew, on a card. Layers of quantized weights take these
+    packed, as only torch.ao makes them.
     """
+    own = name.removeprefix("aten::")
+    if "::" in own or own.startswith(("quantized_", "fbgemm_")):
+        return False
     left_out = ("imname", ".names_", "_cudnn_rnn") if place.startswith(FAKE) else ("imname", ".names_")
     return not any(part in name for part in left_out)
 

@@ -82,10 +82,11 @@ def test_two_claims(environment: Make) -> None:
     for text in (problems[0], error):
         assert all(name in text for name in ("'twin'", "claims-first", "claims-second", "MPAMP_DISABLE_PLUGINS"))
     assert error.startswith("PluginConflictError")
-    assert ask(env, "twin", MPAMP_DISABLE_PLUGINS="claims-first") == ""
+    unnamed = "UnknownDeviceError torch knows no device 'twin', though the plugin for device 'twin' "  # it is no device
+    assert ask(env, "twin", MPAMP_DISABLE_PLUGINS="claims-first").startswith(f"{unnamed}(claims-second")
     env.uninstall("claims-second")
     assert env.plugins()[0] == 0
-    assert ask(env, "twin") == ""
+    assert ask(env, "twin").startswith(f"{unnamed}(claims-first")
 
 
 def test_a_built_in_device_is_not_taken_unasked(environment: Make) -> None:

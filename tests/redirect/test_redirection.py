@@ -11,6 +11,8 @@ import types
 import pytest
 import torch
 import torch.cuda.comm
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._device import DeviceContext, _device_constructors
 
 import mpamp
@@ -52,6 +54,8 @@ MODULES = [
     "torch.xpu.streams",
 ]
 CLASSES = [
+    DeviceMesh,
+    FullyShardedDataParallel,
     torch.Tensor,
     torch.nn.Module,
     torch.nn.SyncBatchNorm,

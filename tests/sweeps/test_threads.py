@@ -6,6 +6,7 @@ ended before and the last one that had begun after.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
@@ -237,7 +238,10 @@ def test_a_stale_weight_is_found() -> None:
     world.writes.next()
     persistent_weight(world)
     assert world.wrong == []
-    world.writes.change = lambda n: world.weight.data.fill_(n)
+    size = world.weight.nbytes
+    world.writes.change = lambda n: ctypes.memmove(
+        world.weight.data_ptr(), torch.full_like(world.weight, n).data_ptr(), size
+    )
     world.writes.next()
     persistent_weight(world)
     assert len(world.wrong) == 3

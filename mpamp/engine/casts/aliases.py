@@ -13,7 +13,6 @@ among all tensors, where somebody else holds its memory.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import itertools
 from collections.abc import Iterator
@@ -216,19 +215,14 @@ def begin(weight: Tensor) -> None:
     record = record_of(weight)
     if not record.is_complete:
         record.is_complete = True
-        if _is_shared(weight.untyped_storage()):
+        if _is_shared(weight):
             record.hand_out()  # for good
         look(weight)
 
 
-def _is_shared(storage: torch.UntypedStorage) -> bool:
-    """Tell whether other processes have a storage's memory, too."""
-    return storage.is_shared() and not _says_so_of_all(storage.device)
-
-
-@functools.cache
-def _says_so_of_all(device: torch.device) -> bool:
-    return torch.UntypedStorage(0, device=device).is_shared()
+def _is_shared(weight: Tensor) -> bool:
+    """Tell whether other processes have a weight's memory, too; storages elsewhere than in the host's say so of all."""
+    return weight.is_cpu and weight.untyped_storage().is_shared()
 
 
 _waits = [0, 0]
