@@ -106,6 +106,7 @@ class Recorder:
         """By a tensor's number: the place of its range in the measures, and what made it."""
         self.used: set[int] = set()
         """The tensors that a call of the forward pass took."""
+        self._running = threading.local()
         self._identities = Identities()
         self.lost = LostGradients(self._identities, self.measures, self.keeps_whole)
         self._numbers: dict[tuple[Any, ...], int] = {}
@@ -132,9 +133,16 @@ class Recorder:
         makes_gradient = self.looks_for_underflow and _makes_gradient()
         slots = op._schema.arguments
         named = [(slots[i].name, a) for i, a in enumerate(args)] + list(kwargs.items())
+        depth = getattr(self._running, "depth", 0)
+        if depth and self.looked(lambda: self._is_of_scratch(named)):
+            return run()
         inputs = self.looked(lambda: self._inputs(op, name, named)) or []
         before = self.looked(lambda: self.lost.before(op, args, kwargs)) if makes_gradient else None
-        result = run()
+        self._running.depth = depth + 1
+        try:
+            result = run()
+        finally:
+            self._running.depth = depth
         made = floats_in(result)
         if not made or name.partition("::")[2].startswith(_UNWRITTEN):
             return result
@@ -152,6 +160,11 @@ class Recorder:
         except Exception as error:
             self.problems[f"{type(error).__name__}: {error}".partition("\n")[0]] = None
             return None
+
+    def _is_of_scratch(self, named: list[tuple[str, Any]]) -> bool:
+        """Tell whether a call inside of another op's is of its own memory alone, which nobody may have written."""
+        given = [tensor for _, value in named for _, tensor in floats_in(value)]
+        return bool(given) and not any(self._identities.knows(tensor) for tensor in given)
 
     def _inputs(self, op: OpOverload, name: str, named: list[tuple[str, Any]]) -> list[Seen]:
         """Measure what a call takes; memory that it only writes to is none of that."""

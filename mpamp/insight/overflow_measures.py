@@ -132,6 +132,15 @@ class Identities:
         """Tell whether nobody has a storage's memory any more."""
         return bool(self._storages[storage].expired())
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Tell whether the tensor's memory has been asked for before; True where it has no storage."""
+        if tensor.layout is not torch.strided:
+            return True
+        try:
+            return int(tensor.untyped_storage()._cdata) in self._storages
+        except (NotImplementedError, RuntimeError):
+            return True
+
     def storage(self, tensor: Tensor) -> int | None:
         """Return what tells the tensor's memory from other memory."""
         if tensor.layout is not torch.strided:

@@ -236,6 +236,16 @@ def test_memory_that_is_only_written_to_is_no_input(held: float, how: str) -> No
     assert overflow.kernel.startswith("aten::mul")
 
 
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_memory_that_a_kernel_has_not_written_yet_is_not_looked_at(dtype: torch.dtype) -> None:
+    """torch's sum fills its result through a view of it: what was there before is nobody's."""
+    x = torch.full((4, 4), float("-inf"))
+    region = mpamp.autocast("cpu", dtype=dtype)
+    overflow = find_overflow(nn.Softmax(-1), x, loss=lambda y: y.sum(), region=region).reports[0].overflow
+    assert overflow is not None
+    assert (overflow.op, overflow.kernel) == ("softmax", "aten::_softmax")
+
+
 def test_a_mask_that_is_given_is_no_fault_unless_it_leaves_nothing() -> None:
     class Masked(nn.Linear):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:

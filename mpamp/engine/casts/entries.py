@@ -146,8 +146,8 @@ def _hang(storage: torch.UntypedStorage, home: weakref.ref[Entries]) -> weakref.
 class Entries(dict[Key, Entry]):
     """Entries of one thread, or of all: any thread may drop some.
 
-    No lock is taken: storages die, and drop theirs, in the middle of anything. Each step is one of a dictionary's, which
-    threads see as a whole, and an entry is listed by its storage as long as it is there.
+    No lock is taken: storages die, and drop theirs, in the middle of anything. Each step is one of a dictionary's,
+    which threads see as a whole, and an entry is listed by its storage as long as it is there.
     A storage has one entry a dtype: of two weights that share all of it, the one used last.
     """
 
