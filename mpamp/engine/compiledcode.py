@@ -56,9 +56,9 @@ def compiled_calls_followed(calls: CompiledCalls) -> Iterator[CompiledCalls]:
 
     Example:
         >>> import torch
-        >>> double = torch.compile(lambda x: x * 2, backend="eager")
+        >>> layer = torch.compile(torch.nn.Linear(2, 2), backend="eager")
         >>> with compiled_calls_followed(CompiledCalls()) as calls:
-        ...     y = double(torch.ones(2))
+        ...     y = layer(torch.ones(1, 2))
         >>> calls.count
         1
     """

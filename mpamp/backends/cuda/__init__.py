@@ -28,7 +28,7 @@ class CudaBackend(Backend):
         return not torch.cuda.is_bf16_supported(including_emulation=False)
 
     def capture_check(self) -> Callable[[], bool] | None:
-        return torch._C._cuda_isCurrentStreamCapturing if self.is_available() else None
+        return torch._C._cuda_isCurrentStreamCapturing if _has_card() else None
 
     def capture_address(self) -> int | None:
         is_hip, major = bool(torch.version.hip), (torch.version.cuda or "").partition(".")[0]
@@ -42,10 +42,15 @@ class CudaBackend(Backend):
         return None
 
     def stream_check(self) -> Callable[[torch.Tensor], int] | None:
-        if not self.is_available():
+        if not _has_card():
             return None
         current = torch._C._cuda_getCurrentRawStream
         return lambda tensor: current(tensor.get_device())
+
+
+def _has_card() -> bool:
+    """Tell whether torch itself finds a card: ``torch.cuda`` says that it does where another device stands in for it."""
+    return torch.backends.cuda.is_built() and torch._C._cuda_getDeviceCount() > 0
 
 
 @hookimpl(trylast=True)
