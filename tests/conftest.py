@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import fake_tensor
 
 from tests import combinations, places
 
@@ -34,6 +35,16 @@ _OTHERWISE_BESIDE_IPEX = {
     "test_unlisted_functions_run_as_called[O4-mean]": "its mean on the processor is made of sum, which is listed",
     "test_a_vendor_module_imported_later_does_not_stay_on_top": "imported first, it leaves no import to watch for",
 }
+
+
+def _init_context_of_cards_that_are_here(device: torch.device) -> None:
+    """Make no context on a device that isn't here: torch would, for its fake tensors, beside another card."""
+    if getattr(torch, device.type).is_available():
+        _init_gpu_context(device)
+
+
+_init_gpu_context = fake_tensor.init_gpu_context
+fake_tensor.init_gpu_context = _init_context_of_cards_that_are_here
 
 if "MPAMP_TEST_IPEX" in os.environ:
     _import_ipex(os.environ["MPAMP_TEST_IPEX"])

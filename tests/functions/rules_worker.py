@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -51,18 +52,23 @@ def ddp() -> nn.Module:
     return nn.parallel.DistributedDataParallel(alone())
 
 
+def shard(module: nn.Module, **options: Any) -> Any:
+    """Shard over the processor: on a machine with a card torch would move the module there."""
+    return fully_shard(module, mesh=init_device_mesh("cpu", (2,)), **options)
+
+
 def fsdp2(**options: Any) -> nn.Module:
     model = alone()
     for part in model:
-        fully_shard(part, **options)
-    return fully_shard(model, **options)
+        shard(part, **options)
+    return shard(model, **options)
 
 
 def fsdp2_first() -> nn.Module:
     model = new_model()
     for part in model:
-        fully_shard(part)
-    fully_shard(model)
+        shard(part)
+    shard(model)
     mpamp.module_rules(model, RULES)
     return model
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,8 +31,9 @@ def new_model() -> nn.Sequential:
 
 def fsdp2() -> nn.Module:
     model = new_model()
-    fully_shard(model[2])
-    return fully_shard(model)  # type: ignore[return-value]
+    mesh = init_device_mesh("cpu", (2,))  # on a machine with a card torch would move the model there
+    fully_shard(model[2], mesh=mesh)
+    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
 
 
 WRAPPERS: dict[str, Callable[[], nn.Module]] = {

@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from mpamp.backends.cpu.probe import KERNELS, fails
+
 EVERY_GPU = ("cuda", "xpu")
 ANYWHERE = ("cpu", *EVERY_GPU)
 BOTH = (torch.bfloat16, torch.float16)
@@ -15,8 +17,7 @@ SINGLE = ("float32", "parameters", "lower", "float32, lower", "lower, float32", 
 
 
 def _without_lstm_primitive() -> tuple[torch.dtype, ...]:
-    checks = {"_is_mkldnn_bf16_supported": torch.bfloat16, "_is_mkldnn_fp16_supported": torch.float16}
-    return tuple(dtype for name, dtype in checks.items() if not getattr(torch.ops.mkldnn, name)())
+    return tuple(dtype for dtype in BOTH if fails(KERNELS["mkldnn_rnn_layer"], dtype))
 
 
 @dataclass(frozen=True)
