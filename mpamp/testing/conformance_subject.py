@@ -38,6 +38,12 @@ class Subject:
         """The device type."""
         return self.backend.device_type
 
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether it is the accelerator of this machine."""
+        here = torch.accelerator.current_accelerator(check_available=True)
+        return here is not None and here.type == self.device
+
     def tensors(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which tensors of the device can be made."""
         return FakeTensorMode(allow_non_fake_inputs=True) if self.is_fake else contextlib.nullcontext()
@@ -63,10 +69,7 @@ class Subject:
 
 
 def is_fakeable(device_type: str) -> bool:
-    """Tell whether fake tensors of a device can be made here; beside another accelerator they can't."""
-    card = torch.accelerator.current_accelerator(check_available=True)
-    if card is not None and card.type != device_type:
-        return False
+    """Tell whether fake tensors of a device can be made here; beside another accelerator torch may refuse."""
     try:
         with FakeTensorMode():
             torch.empty(1, device=device_type)

@@ -295,7 +295,8 @@ def test_replicas_of_data_parallel_run_their_own_forward(level):
     assert not torch.equal(out["y"], model(data())["y"])
     assert torch.equal(out["y"], replica(data())["y"])
     wrapped = nn.DataParallel(model)
-    assert torch.equal(wrapped(data())["y"], model(data())["y"])
+    here = model.fc.weight.device  # with a card, there
+    assert torch.equal(wrapped(data())["y"], model(data().to(here))["y"])
 
 
 def test_a_copy_is_not_undone_by_shutdown_and_still_works():

@@ -63,12 +63,13 @@ def test_its_gradients_are_float32_and_near_float32_s(x: torch.Tensor, kind: str
 
 @on_cuda
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
-def test_its_weights_are_cast_once_and_their_buffer_at_each_call(x: torch.Tensor, dtype: torch.dtype) -> None:
+def test_its_weights_and_their_buffer_are_cast_at_each_call(x: torch.Tensor, dtype: torch.dtype) -> None:
+    """Its weights are parts of one buffer, whose owner may write into them unseen: no cast of such is kept."""
     layer = nn.LSTM(5, 7).cuda()
     with WeightCastCounter(layer) as casts, mpamp.autocast("cuda", dtype):
         for _ in range(3):
             layer(x)
-    assert casts.count == 4 + 3
+    assert casts.count == 3 * (4 + 1)
 
 
 @on_cuda

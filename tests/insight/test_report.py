@@ -421,7 +421,9 @@ def test_steps_are_counted_and_timed_after_a_warm_up() -> None:
     assert found["steps"] == 4
     assert found["step_ms"] > 0
     assert found["seconds"] * 1e3 >= found["step_ms"]
-    assert all(size > 2**20 for size in found["memory"].values())
+    least = {"process": 2**20}  # what a card holds is left by others
+    assert found["memory"]
+    assert all(size >= least.get(place, 0) for place, size in found["memory"].items())
 
 
 def test_autocast_can_be_off_for_all_regions() -> None:

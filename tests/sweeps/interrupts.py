@@ -22,6 +22,11 @@ def opcodes(code: CodeType) -> dict[int, str]:
     return {step.offset: step.opname for step in dis.get_instructions(code)}
 
 
+def _trace(function: Callable[[FrameType, str, Any], Any]) -> None:
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces bytecodes where a frame had asked before, only
+    sys.settrace(function)
+
+
 @dataclass
 class Interrupt:
     """Counts the places in mpamp, as this thread comes by, where Python lets an exception in, and raises at one.
@@ -41,7 +46,7 @@ class Interrupt:
     """Whether it struck where an exit, or all that an exit does, begins: nothing in Python can be put before that."""
 
     def __enter__(self) -> Interrupt:
-        sys.settrace(self._call)
+        _trace(self._call)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -104,7 +109,7 @@ class Steps:
         self.count = 0
 
     def __enter__(self) -> Steps:
-        sys.settrace(self._call)
+        _trace(self._call)
         return self
 
     def __exit__(self, *error: Any) -> None:
