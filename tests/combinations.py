@@ -1,8 +1,8 @@
-"""Which combinations of parameters run: by default, each value of each parameter in at least one of them.
+"""Which tests run: by default those that aren't slow, with each value of each parameter in at least one of them.
 
 A test with several parameters is one behaviour, asked over a cross product of thousands of cases.
 MPAMP_TEST_COMBINATIONS says which of these run: ``each`` (the default), ``all``, or ``K/N``: the Kth of N parts of
-those that ``each`` leaves out.
+what ``each`` leaves out, slow tests too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,12 @@ def _known_by(value: object, index: int) -> object:
 
 
 def _number(item: pytest.Item) -> int:
-    return zlib.crc32(item.nodeid.encode())
+    """Return a number that says which part has the test; slow ones of a file, which share fixtures, have the same."""
+    return zlib.crc32((item.nodeid.partition("::")[0] if _is_slow(item) else item.nodeid).encode())
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return any(mark.name == "slow" for mark in item.iter_markers())
 
 
 def covering(items: Iterable[pytest.Item]) -> set[str]:
@@ -86,7 +91,7 @@ def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
     if wanted == "all" or any("::" in arg for arg in config.args):
         return
     runnable = [item for item in items if not any(mark.name == "skip" for mark in item.iter_markers())]
-    first = covering(runnable)
+    first = covering([item for item in runnable if not _is_slow(item)])
     if isinstance(wanted, tuple):
         number, count = wanted
         kept = [i for i in runnable if i.nodeid not in first and _number(i) % count == number - 1]

@@ -73,3 +73,17 @@ def test_what_is_no_part_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(combinations.VARIABLE, text)
     with pytest.raises(pytest.UsageError, match="MPAMP_TEST_COMBINATIONS is each, all or K/N"):
         combinations.part()
+
+
+def test_slow_tests_are_in_the_parts_those_of_a_file_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, quick = items("test_slow", op=list("ab"), dtype=list("xy")), items("test_quick")
+    for item in slow:
+        item.iter_markers = lambda: iter([SimpleNamespace(name="slow")])
+    runs = []
+    for wanted in ("each", "1/3", "2/3", "3/3"):
+        monkeypatch.setenv(combinations.VARIABLE, wanted)
+        left = [*slow, *quick]
+        combinations.choose(config("tests"), left)
+        runs.append(left)
+    assert runs[0] == quick
+    assert sorted(map(len, runs[1:])) == [0, 0, len(slow)]

@@ -13,6 +13,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_ranks_stay_the_same(tmp_path, level):

@@ -121,6 +121,7 @@ def test_the_example_learns_digits(monkeypatch, level):
     assert accuracies(text)[-1] > 0.93
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_uninstalled")
 def test_the_example_takes_strings_ddp_and_resumes(monkeypatch, tmp_path):
     pytest.importorskip("sklearn")

@@ -72,6 +72,7 @@ def test_inference_with_imperative_path(place: str, amp: Any) -> None:
         assert model(x).dtype is FULL  # nothing is left of the region
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "amp"), [ON_XPU, ON_CPU])
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_inference_with_torchscript_path(place: str, amp: Any) -> None:

@@ -22,6 +22,7 @@ def _run(script: str, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_breakdown(tmp_path: Path) -> None:
     path = tmp_path / "breakdown.json"
     _run("breakdown.py", "--json", str(path), "--work", "gpt2-infer-1x8")
@@ -38,6 +39,7 @@ def test_an_unknown_workload_is_named() -> None:
         _run("breakdown.py", "--work", "gpt3")
 
 
+@pytest.mark.slow
 def test_gpu_all_reports_each_part(tmp_path: Path) -> None:
     out = tmp_path / "out"
     _run("gpu_all.py", "--device", "cpu", "--out", str(out), "--parts", "breakdown")

@@ -61,6 +61,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
         return _bench(out, "--suite", "infer", "--engine", "python", *works), out
 
 
+@pytest.mark.slow
 def test_it_writes_every_row(measured: tuple[Result, Path]) -> None:
     result, out = measured
     assert result.exit_code == 0, result.output
@@ -87,6 +88,7 @@ def test_it_writes_every_row(measured: tuple[Result, Path]) -> None:
         assert (row["engine"], row["mode"], row["status"]) == ("python", "eager", "ok")
 
 
+@pytest.mark.slow
 def test_ratios_and_verdicts_come_from_the_medians(measured: tuple[Result, Path]) -> None:
     rows = _json(measured[1])["rows"]
     bases = {row["work"]: row["time"]["us"] for row in rows if row["variant"] == "torch.autocast"}
@@ -97,6 +99,7 @@ def test_ratios_and_verdicts_come_from_the_medians(measured: tuple[Result, Path]
         assert row["verdict"] == (expected if row["variant"].startswith("mpamp") else None)
 
 
+@pytest.mark.slow
 def test_it_prints_a_table_that_names_its_losses(measured: tuple[Result, Path]) -> None:
     result, out = measured
     rows = _json(out)["rows"]
@@ -108,6 +111,7 @@ def test_it_prints_a_table_that_names_its_losses(measured: tuple[Result, Path]) 
     assert (f"{slower} rows of mpamp's are slower" in result.stdout) is bool(slower)
 
 
+@pytest.mark.slow
 def test_it_draws_the_ratios(measured: tuple[Result, Path]) -> None:
     result, out = measured
     assert (out / "bench.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -115,6 +119,7 @@ def test_it_draws_the_ratios(measured: tuple[Result, Path]) -> None:
     assert not (out / "growth.png").exists()
 
 
+@pytest.mark.slow
 def test_a_median_is_one_of_its_rounds_or_between_two(measured: tuple[Result, Path]) -> None:
     for row in _json(measured[1])["rows"]:
         time = row["time"]
@@ -143,6 +148,7 @@ def test_micro(tmp_path: Path) -> None:
     assert works >= {"region", "linear", "softmax.int", "scaler"}
 
 
+@pytest.mark.slow
 def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     result = _bench(tmp_path, "--suite", "train", "--engine", "python", "--budget", "0")
     assert result.exit_code == 0, result.output
@@ -153,6 +159,7 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     assert result.stdout.count("out of time") == 1
 
 
+@pytest.mark.slow
 def test_two_cards_are_asked_for(tmp_path: Path) -> None:
     result = _bench(tmp_path, "--suite", "train", "--engine", "python", "--work", "ddp-train-4")
     assert result.exit_code == 0, result.output

@@ -150,6 +150,7 @@ def test_version() -> None:
     assert _run("--version").stdout == f"mpamp, version {__version__}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_the_training_learns_in_both_precisions(digits: Digits, dtype: torch.dtype | None) -> None:
     assert demo_training.train("run", digits, dtype, epochs=4).accuracy > 0.95

@@ -227,6 +227,7 @@ def _statuses(process: subprocess.CompletedProcess[str]) -> dict[str, str]:
     return {p["distribution"]: p["status"] for p in json.loads(process.stdout)["plugins"]}
 
 
+@pytest.mark.slow
 def test_plugins_shows_one_that_works(tmp_path: Path) -> None:
     _install(tmp_path, "acme-npu", "npu", GOOD)
     process = _process(tmp_path, "plugins", "--json")
@@ -244,6 +245,7 @@ def test_plugins_shows_one_that_works(tmp_path: Path) -> None:
     assert "acme_npu.Npu" in process.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", ["", "1"])
 @pytest.mark.parametrize("name", ["npu", "ops.extra"])
 def test_one_that_fails_is_a_problem(name: str, strict: str, tmp_path: Path) -> None:
@@ -258,6 +260,7 @@ def test_one_that_fails_is_a_problem(name: str, strict: str, tmp_path: Path) -> 
     assert "MPAMP_DISABLE_PLUGINS" in report["advice"]
 
 
+@pytest.mark.slow
 def test_two_for_one_device_are_in_conflict(tmp_path: Path) -> None:
     _install(tmp_path, "acme-npu", "npu", GOOD)
     _install(tmp_path, "other-npu", "npu", GOOD)

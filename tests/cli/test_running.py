@@ -73,6 +73,7 @@ def test_a_module_has_them_too_and_the_current_folder(program, tmp_path):
     assert done.stdout.splitlines() == ["__main__ found ['--device', 'mine', '-h'] True True None", "exit True"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
 def test_a_program_that_dies_without_cuda_is_told_of_the_option(tmp_path):
     script = tmp_path / "script.py"

@@ -185,6 +185,7 @@ def _served() -> torch.dtype:
         return torch.nn.functional.linear(torch.ones(8, 8), torch.ones(8, 8)).dtype
 
 
+@pytest.mark.slow
 def test_observing_begins_and_ends_while_others_run() -> None:
     """Ops with kernels of ours: torch's dispatcher itself bears no kernel coming or going under a call of its op."""
     expected, stop = _served(), threading.Event()

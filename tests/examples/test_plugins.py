@@ -17,7 +17,7 @@ from missing import missing_facility  # type: ignore[import-not-found]  # withou
 
 sys.path.pop()
 
-pytestmark = pytest.mark.place("plugin")
+pytestmark = [pytest.mark.place("plugin"), pytest.mark.slow]
 Make = Callable[..., Environment]
 needs_device = pytest.mark.skipif(bool(missing_facility()), reason=missing_facility())
 TRAIN = """

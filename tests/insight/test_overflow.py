@@ -520,6 +520,7 @@ def test_checkpoints_and_inference_are_seen_into() -> None:
     assert (overflow.op, overflow.module) == ("linear", "inner")
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_many_steps() -> None:
     model = nn.Linear(4, 4)
     with find_overflow(model) as finder:

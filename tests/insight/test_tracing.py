@@ -298,6 +298,7 @@ def test_explain_leaves_buffers_and_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_with_history() -> None:
     layer, x = torch.nn.Linear(16, 16), torch.randn(4, 16)
     with mpamp.trace(history=50) as seen, mpamp.autocast("cpu", BRAIN):

@@ -77,6 +77,7 @@ def _explained(model: nn.Module, finding: Finding | None, ops: dict[str, str]) -
         return mpamp.explain(model, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rule_that_is_given_casts_less_and_mends_what_was_found(name: str) -> None:
     model, ops = MODELS[name]

@@ -9,6 +9,7 @@ import pytest
 
 from tests.plugins.environments import Environment
 
+pytestmark = pytest.mark.slow
 Make = Callable[..., Environment]
 ASK = (
     "import mpamp\ntry:\n    mpamp.autocast({device!r})\nexcept mpamp.MpampError as e:\n    print(type(e).__name__, e)"

@@ -733,6 +733,7 @@ def _live(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return sum(tuple(t.shape) == shape and t.dtype is dtype for t in found)
 
 
+@pytest.mark.slow
 def test_live_casts_do_not_pile_up_in_a_region(x: Tensor) -> None:
     weight = Parameter(torch.ones(7, 4))
     counts = []

@@ -306,6 +306,7 @@ assert seen == [torch.bfloat16] * 12, seen
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_BUILD, reason="the compiled engine isn't built: mpamp build-core")
 @pytest.mark.parametrize(
     "program",
