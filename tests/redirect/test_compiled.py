@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,3 +81,21 @@ def test_regions_around_breaks(function: Callable[[Tensor], Any], options: dict[
     with torch._dynamo.config.patch(options):
         for _ in range(2):
             assert compiled(torch.ones(2, 4)).dtype is torch.bfloat16
+
+
+LATE = """
+import sys, torch
+from mpamp.redirect import redirect
+def asking(x):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        return x if torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda") is torch.bfloat16 else None
+with redirect("cpu"):
+    assert "torch._dynamo" not in sys.modules
+    print(torch.compile(asking, backend="eager", fullgraph=True)(torch.ones(1)))
+"""
+
+
+@pytest.mark.slow
+def test_the_state_is_asked_for_where_dynamo_is_imported_later() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "tensor([1.])\n", done.stderr
