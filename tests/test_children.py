@@ -207,6 +207,10 @@ if __name__ == "__main__":
         if how == "subprocess":
             code = "from state_of_mpamp import state; print('subprocess', state())"
             subprocess.run([sys.executable, "-c", code], check=True, cwd=sys.path[0])
+        elif how == "grandchild":
+            code = "from state_of_mpamp import state; print('grandchild', state())"
+            code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
+            subprocess.run([sys.executable, "-c", code], check=True, cwd=sys.path[0])
         elif how == "mp.spawn":
             queue = mp.get_context("spawn").SimpleQueue()
             mp.spawn(put, (queue,), nprocs=1)
@@ -224,14 +228,15 @@ OURS = "('cpu', '(torch.float16, torch.float32)', True, 'mpamp.apex.amp')"
 WAYS = ("forkserver", "mp.spawn", "subprocess", "torch.distributed.run", "torch.distributed.launch")
 
 
-def run_children(tmp_path: Path, *ways: str, redirects: bool = False) -> list[str]:
+def run_children(tmp_path: Path, *ways: str, redirects: bool = False, more: tuple[str, ...] = ()) -> list[str]:
     """Run a script that starts processes and says what each finds; its device is "cpu", or "cuda" by --device cpu."""
     (tmp_path / "state_of_mpamp.py").write_text(STATE + "if __name__ == '__main__':\n    say('launched')\n")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     name, options = ("cuda", ("--device", "cpu")) if redirects else ("cpu", ())
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "STATE_DEVICE": name}
-    command = [sys.executable, "-m", "mpamp", "run", *options, str(script), *ways]
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "STATE_DEVICE": name}
+    command = [sys.executable, "-m", "mpamp", "run", *options, *more, str(script), *ways]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -19,8 +19,11 @@ from mpamp.cli.running import Program, program_of, run_script
 from mpamp.devices.registry import device_state
 from mpamp.errors import PluginConflictError, PluginLoadError
 from mpamp.redirect import advice, redirect
+from mpamp.redirect.target import Target
 
 __all__ = ["run"]
+
+_CHILDREN = "mpamp.redirect.redirection:resume"
 
 
 @click.command(
@@ -81,7 +84,7 @@ def _use_table(file: Path) -> None:
         standins.use_table(path)
     except mpamp.MpampError as error:
         raise click.BadParameter(str(error), param_hint="--ops") from error
-    children.announce("mpamp.standins:use_table", path=path)
+    children.announce("mpamp.standins.rules:await_device", path=path)
 
 
 @contextmanager
@@ -125,9 +128,9 @@ def _redirection(name: str | None) -> AbstractContextManager[Any]:
 @contextmanager
 def _redirected(device: torch.device) -> Iterator[None]:
     """Redirect here and in child processes, where that comes after what was installed before."""
-    children.announce("mpamp.redirect:install", device=str(device))
+    children.announce(_CHILDREN, device=str(device), absent=Target(device).absent)
     try:
         with redirect(device):
             yield
     finally:
-        children.withdraw("mpamp.redirect:install")
+        children.withdraw(_CHILDREN)

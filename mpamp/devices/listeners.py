@@ -14,6 +14,8 @@ class Listeners:
     def __init__(self) -> None:
         self.before_first_use: list[Callable[[], Any]] = []
         """Import what a device's first region needs: a fork during a later import would leave a module locked."""
+        self.is_found: list[Callable[[Any], Any]] = []
+        """A device's state was made, and nobody has it yet."""
         self.in_use: list[Callable[[str], Any]] = []
         """A device of that type is in use from now on; may take locks of torch's."""
         self.rules_changed: list[Callable[[], Any]] = []

@@ -85,6 +85,8 @@ def _ask_for(device_type: str) -> None:
         state.add_plugin_rules(manager().op_rules(state.type, _dtypes(state)))
     finally:
         del _asking[key]
+    for tell in LISTENERS.is_found:
+        tell(state)
     _devices[device_type] = state
     if state.unseen_modules and not any(isinstance(f, _ImportWatcher) for f in sys.meta_path):
         sys.meta_path.insert(0, _ImportWatcher())

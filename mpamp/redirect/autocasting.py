@@ -22,10 +22,17 @@ def redirect_autocast(patches: Patches, target: Target) -> None:
     for name in ("custom_fwd", "custom_bwd"):
         patches.wrap(torch.amp, name, lambda original: _with_type(original, target, None))
         patches.wrap(torch.amp.autocast_mode, name, lambda original: _with_type(original, target, None))
-    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        patches.wrap(torch, name, lambda original: _constant(_with_type(original, target, 0)))
+    for name in ("set_autocast_enabled", "set_autocast_dtype"):
         patches.wrap(torch, name, lambda original: _with_type(original, target, 0))
-    patches.wrap(torch, "set_autocast_enabled", lambda original: _with_type(original, target, 0))
     _redirect_older_names(patches, target)
+
+
+def _constant(function: Any) -> Any:
+    """Have Dynamo ask while it traces, as it asks torch's own function: it guards the state of autocast."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 def _with_type(original: Callable[..., Any], target: Target, place: int | None) -> Callable[..., Any]:
@@ -60,9 +67,9 @@ def _redirect_older_names(patches: Patches, target: Target) -> None:
     def set_autocast_enabled(*args: Any) -> None:
         set_enabled(*(args if len(args) > 1 else (device_type, *args)))
 
-    patches.wrap(torch, "is_autocast_enabled", lambda _: is_autocast_enabled)
+    patches.wrap(torch, "is_autocast_enabled", lambda _: _constant(is_autocast_enabled))
     patches.wrap(torch, "set_autocast_enabled", lambda _: set_autocast_enabled)
-    patches.wrap(torch, "get_autocast_gpu_dtype", lambda _: get_autocast_gpu_dtype)
+    patches.wrap(torch, "get_autocast_gpu_dtype", lambda _: _constant(get_autocast_gpu_dtype))
     patches.wrap(torch, "set_autocast_gpu_dtype", lambda _: set_autocast_gpu_dtype)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..plugins.backend import Backend
+from .target import Target
 
 __all__ = ["Event", "Properties", "Stream", "StreamContext", "namespace", "zero"]
 
@@ -149,11 +149,11 @@ class _DeviceScope(contextlib.ContextDecorator):
         pass
 
 
-def namespace(device: torch.device, backend: Backend) -> dict[str, Any]:
+def namespace(target: Target) -> dict[str, Any]:
     """Return what scripts find under the names of ``torch.cuda``, for a device that has no such namespace."""
+    device = target.device
     name = platform.processor() or platform.machine()
     properties = Properties(name, _memory()[1], multi_processor_count=os.cpu_count() or 1)
-    has_bfloat16 = torch.bfloat16 in backend.lower_precision_dtypes
     return {
         **_random(),
         **_streams(device),
@@ -166,7 +166,7 @@ def namespace(device: torch.device, backend: Backend) -> dict[str, Any]:
         "can_device_access_peer": lambda device, peer: False,
         "get_arch_list": list,
         "get_gencode_flags": lambda: "",
-        "is_bf16_supported": lambda including_emulation=True: has_bfloat16,
+        "is_bf16_supported": lambda including_emulation=True: torch.bfloat16 in target.backend.lower_precision_dtypes,
         "is_tf32_supported": lambda: False,
         "is_initialized": lambda: True,
         "is_current_stream_capturing": lambda: False,

@@ -41,7 +41,7 @@ def redirect_namespaces(patches: Patches, target: Target) -> None:
 
 
 def _contents(module: types.ModuleType, target: Target) -> dict[str, Any]:
-    made = host.namespace(target.device, target.backend)
+    made = host.namespace(target)
     if target.is_accelerator:
         native = torch.get_device_module(target.device)
         made.update({name: _named(getattr(native, name), target) for name in made if hasattr(native, name)})

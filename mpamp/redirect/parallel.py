@@ -33,7 +33,12 @@ def redirect_parallel(patches: Patches, target: Target) -> None:
 def _redirect_groups(patches: Patches, target: Target) -> None:
     distributed = torch.distributed
     core: Any = torch.distributed.distributed_c10d
-    own = distributed.get_default_backend_for_device(target.device)
+
+    def own() -> str:
+        found = distributed.Backend.default_device_backend_map.get(target.device.type)
+        if found is None:
+            raise RedirectError(f"torch.distributed has no backend for {target.device.type!r}; name one that it has.")
+        return str(found)
 
     def backend(name: Any) -> Any:
         """Return a backend that is here: those of absent devices become the device's own."""
@@ -42,8 +47,8 @@ def _redirect_groups(patches: Patches, target: Target) -> None:
         parts = [part.rpartition(":") for part in name.lower().split(",")]
         kept = [(device, kind) for device, _, kind in parts if not device or not target.is_absent(device)]
         if any(device for device, _ in kept) or len(kept) != len(parts):
-            return ",".join(f"{device}:{kind}" for device, kind in kept) or own
-        return own if target.is_absent(_device_of(name)) else name
+            return ",".join(f"{device}:{kind}" for device, kind in kept) or own()
+        return own() if target.is_absent(_device_of(name)) else name
 
     def grouped(place: int) -> Callable[[Any], Any]:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:

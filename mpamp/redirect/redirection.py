@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from ..errors import RedirectError
 from ..locks import Rank, made
+from ..plugins.manager import is_device_type, manager
 from .autocasting import redirect_autocast, serve_regions
 from .namespaces import redirect_namespaces
 from .parallel import redirect_parallel
@@ -18,7 +19,7 @@ from .sharding import redirect_sharding
 from .target import Target
 from .tensors import redirect_tensors
 
-__all__ = ["install", "redirect", "uninstall"]
+__all__ = ["install", "redirect", "resume", "uninstall"]
 
 
 class _Redirection:
@@ -75,15 +76,38 @@ def install(device: str | torch.device) -> None:
             target = Target(device)
             if not target.backend.is_available():
                 raise RedirectError(f"there is no {device.type} device on this machine to send things to.")
-            redirection = _Redirection(target)
-            redirection.begin()
-            _active.append(redirection)
+            _begin(target)
         elif _active[0].target.device != device:
             raise RedirectError(
                 f"what is meant for an absent device goes to {str(_active[0].target.device)!r} already; "
                 f"{str(device)!r} was asked for. Call mpamp.redirect.uninstall() first."
             )
         _active[0].depth += 1
+
+
+def resume(device: str, absent: Iterable[str]) -> None:
+    """Do in a child process what ``install`` did in the one that started it.
+
+    It is called while torch is being imported, where a thread that runs torch would wait for this one for ever: so
+    nothing is found out again, no kernel is run and no plugin loaded, but for one that torch has the device's name of.
+
+    Args:
+        device: Where things go, as in the other process.
+        absent: The device types that were absent there.
+    """
+    name = device.partition(":")[0]
+    if not is_device_type(name):
+        manager().backend(name)
+    with _lock:
+        if not _active:
+            _begin(Target(torch.device(device), absent))
+        _active[0].depth += 1
+
+
+def _begin(target: Target) -> None:
+    redirection = _Redirection(target)
+    redirection.begin()
+    _active.append(redirection)
 
 
 def uninstall() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from ..devices.registry import device_state
 from ..engine.marks import CARRIERS
 from ..errors import MpampError
+from ..plugins.backend import Backend
 from ..plugins.manager import BUILTIN
 
 __all__ = ["Target"]
@@ -19,6 +22,8 @@ class Target:
 
     Args:
         device: Where they go; it is on this machine.
+        absent: The absent ones of the device types that torch has a namespace for. Found out if not given: then
+            backends are asked for, which run kernels and load plugins.
 
     Example:
         >>> target = Target(torch.device("cpu"))
@@ -26,15 +31,22 @@ class Target:
         ('cpu:0', torch.float32)
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, absent: Iterable[str] | None = None) -> None:
         self.device = device
-        self.backend = device_state(device.type).backend
         self._are_absent: dict[str, bool] = {}
+        if absent is not None:
+            given = tuple(absent)
+            self._are_absent.update((name, name in given) for name in BUILTIN)
         # Asked before anything is replaced: afterwards an absent device says that it is there.
         self.absent = tuple(name for name in BUILTIN if name != device.type and self.is_absent(name))
         """The absent device types that torch has a namespace for."""
         self.accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.is_accelerator = self.accelerator is not None and self.accelerator.type == device.type
+
+    @cached_property
+    def backend(self) -> Backend:
+        """The backend of the device that things go to."""
+        return device_state(self.device.type).backend
 
     def is_absent(self, name: str) -> bool:
         """Tell whether this is the name of a device type that has AMP, and of which this machine has none."""

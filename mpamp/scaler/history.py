@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..plugins.events import ScaleEvent
+from .kernels import flat
 
 __all__ = ["History", "ScaleEvent", "ScaleRecord", "StepResult"]
 
@@ -56,7 +57,7 @@ class StepResult:
         """Whether the step was skipped because of an inf or NaN; waits for the device the first time."""
         if self._skipped is None:
             if self._tell is not None and isinstance(self._scale, Tensor):  # one read for both
-                found_inf, self._scale = torch.stack((self._found_inf, self._scale)).tolist()
+                found_inf, self._scale = torch.stack((self._found_inf, flat(self._scale))).tolist()
                 self._skipped = found_inf > 0
             else:
                 self._skipped = _number(self._found_inf) > 0
@@ -130,5 +131,5 @@ class History:
 
 
 def _number(tensor: Tensor) -> float:
-    value: Any = tensor.tolist()
+    value: Any = flat(tensor).tolist()  # unlike item(), no op
     return float(value)

@@ -204,12 +204,31 @@ def rescale_(scale: Tensor, grad: Tensor, skipped: Tensor | None) -> None:
 
 
 def combine(found_infs: list[Tensor], device: torch.device) -> Tensor:
-    """Return 1 if any of the tensors is 1, else 0: shape [], float32, on a device. Changes none of them.
+    """Return what is above 0 if an element of the tensors is: shape [], float32, on a device. Changes none of them.
 
-    A sum would not do: fused kernels skip where it is exactly 1.
+    Args:
+        found_infs: Of any shape and dtype: subclasses of the scaler have their own.
+        device: Of the result.
     """
-    found = [moved(found_inf, device) for found_inf in found_infs]
-    return found[0] if len(found) == 1 else torch.stack([found_inf.reshape(()) for found_inf in found]).amax()
+    found = [moved(flat(found_inf), device) for found_inf in found_infs]
+    return found[0] if len(found) == 1 else torch.stack(found).amax()
+
+
+def flat(value: Tensor) -> Tensor:
+    """Return a float32 number as a tensor without a dimension; of several, or of another dtype, whether one is not 0.
+
+    Example:
+        >>> flat(torch.tensor([2.0])), flat(torch.tensor([False, True]))
+        (tensor(2.), tensor(1.))
+    """
+    if value.dtype is torch.float32 and value.numel() == 1:
+        return value.reshape(()) if value.dim() else value
+    return value.bool().any().float()
+
+
+def as_flag(found_inf: Tensor) -> Tensor:
+    """Return 1 if an inf was found, else 0: fused kernels skip where it is exactly 1, which a sum over ranks isn't."""
+    return found_inf.clamp(max=1.0)
 
 
 def update_scale_(scale: Tensor, tracker: Tensor, found_inf: Tensor, rule: Rule) -> None:

@@ -78,11 +78,11 @@ class SteppingPart(UnscalingPart):
         before = self._outcomes.last(optimizer)
         returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         if self._outcomes.last(optimizer) is before:  # a subclass has its own
-            self._remember(optimizer, state)
+            self._remember(optimizer, self._found_inf(state))
         return returned
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._remember(optimizer, optimizer_state).skipped:
+        if not self._remember(optimizer, self._found_inf(optimizer_state)).skipped:
             return optimizer.step(*args, **kwargs)
         _set_called(optimizer)
         return None
@@ -111,7 +111,7 @@ class SteppingPart(UnscalingPart):
         self._check_scale_growth_tracker("step")
         if state["stage"] is OptState.READY:  # it has not called its closure
             self.unscale_(optimizer)
-        self._remember(optimizer, state)
+        self._remember(optimizer, self._found_inf(state))
         state["stage"] = OptState.STEPPED
         return evaluations.value if returned is None else returned
 
@@ -126,8 +126,10 @@ class SteppingPart(UnscalingPart):
         scale = self._get_scale_async()
         given = getattr(optimizer, "grad_scale", None)
         grad_scale = given if not is_ready else scale if given is None else scale * given
-        self._remember(optimizer, state)
         found_inf = self._found_inf(state)
+        if not (is_ready and self._finds_by_itself()):
+            found_inf = kernels.as_flag(found_inf)
+        self._remember(optimizer, found_inf)
         with lent(optimizer, grad_scale, found_inf):
             returned = optimizer.step(*args, **kwargs)
         if is_ready:
@@ -150,12 +152,12 @@ class SteppingPart(UnscalingPart):
         )
         returned = optimizer.step(*args, **kwargs, grad_scaler=self)
         if state["found_inf_per_device"]:
-            self._remember(optimizer, state)
+            self._remember(optimizer, self._found_inf(state))
         return returned
 
-    def _remember(self, optimizer: Optimizer, state: dict[str, Any]) -> StepResult:
+    def _remember(self, optimizer: Optimizer, found_inf: Tensor) -> StepResult:
         scale, _ = self._check_scale_growth_tracker("step")
-        return self._outcomes.remember(optimizer, self._found_inf(state), scale)
+        return self._outcomes.remember(optimizer, found_inf, scale)
 
     def _found_inf(self, state: dict[str, Any]) -> Tensor:
         scale, _ = self._check_scale_growth_tracker("step")

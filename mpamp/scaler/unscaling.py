@@ -21,6 +21,9 @@ Optimizer = torch.optim.Optimizer
 class UnscalingPart(ScalerSettings):
     """Losses in, unscaled gradients out; whether there was an inf or NaN is kept on the device."""
 
+    _is_sharded = False
+    """Whether no process group means all ranks, as it does for torch's ShardedGradScaler."""
+
     @left_to_python
     def scale(self, outputs: Any) -> Any:
         """Return losses multiplied by the scale: a tensor, or tensors in nested containers, whose classes are kept.
@@ -141,9 +144,16 @@ class UnscalingPart(ScalerSettings):
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
 
+    def _finds_by_itself(self) -> bool:
+        """Tell whether what ``_check_inf_per_device`` returns is 0 or 1: a subclass may return a sum over ranks."""
+        methods = (self._check_inf_per_device, self._unscale_grads_)
+        own = (UnscalingPart._check_inf_per_device, UnscalingPart._unscale_grads_)
+        return all(getattr(m, "__func__", None) is f for m, f in zip(methods, own, strict=True))
+
     def _on_all_ranks(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
         """Return what was found on any rank of the process group, also by a rank that has no gradient itself."""
-        if self.process_group is None:
+        is_reduced = self.process_group is not None or (self._is_sharded and torch.distributed.is_initialized())
+        if not is_reduced:
             return found
         scale, _ = self._check_scale_growth_tracker("step")
         combined = kernels.combine(list(found.values()), scale.device)

@@ -22,6 +22,7 @@ __all__ = ["SCALERS"]
 
 _SCALER: Any = torch.amp.GradScaler
 _CPU: Any = torch.cpu.amp  # whose types leave its scaler out
+_SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 _FORMS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, _CPU.GradScaler)
 
 
@@ -53,6 +54,7 @@ def _join(cls: type) -> type:
     found = _joined.get(cls)
     if found is None:
         names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        names["_is_sharded"] = any(base.__module__ == _SHARDED for base in cls.__mro__)
         bases = (_Named,) if issubclass(_Named, cls) else (cls, _Named)
         found = _joined[cls] = PluginMadeMeta(cls.__name__, bases, {**names, "_made_as": cls})
     return found

@@ -37,7 +37,7 @@ def _own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     mpamp.uninstall()
     mpamp.apex.uninstall()
-    children.withdraw("mpamp.standins:use_table")
+    children.withdraw("mpamp.standins.rules:await_device")
     mpamp.set_op_rules("cpu", None)
 
 
@@ -73,7 +73,7 @@ def test_ops(script: str, tmp_path: Path, device: str) -> None:
     result = run("--ops", str(table), script)
     assert result.output.strip() == "3 torch.float32 True", result.output
     calls = json.loads(os.environ[children.VARIABLE])["calls"]
-    assert calls["mpamp.standins:use_table"] == {"path": str(table)}
+    assert calls["mpamp.standins.rules:await_device"] == {"path": str(table)}
     mpamp.set_op_rules("cpu", None)
     standins.use_table(str(table))
     assert str(mpamp.get_op_table("cpu").policy("gelu")) == "fp32"

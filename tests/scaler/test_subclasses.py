@@ -83,6 +83,43 @@ class OwnUnscale(GradScaler):
         state["stage"] = OptState.UNSCALED
 
 
+class OneElement(OwnUnscale):
+    """As ShardedGradScaler: what is found has one dimension."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf.reshape(1), allow_fp16)
+
+
+class Counting(GradScaler):
+    """As ShardedGradScaler on two ranks, and others that add up what ranks have found."""
+
+    def _unscale_grads_(self, *args: Any) -> Any:
+        return {device: 2 * found for device, found in super()._unscale_grads_(*args).items()}
+
+
+class CountingInPlace(GradScaler):
+    """The same to what the state has, after ``unscale_``."""
+
+    def unscale_(self, optimizer: Any) -> None:
+        super().unscale_(optimizer)
+        for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            found.mul_(2)
+
+
+class Telling(GradScaler):
+    """A yes or no for each of several things that were looked at."""
+
+    def _unscale_grads_(self, *args: Any) -> Any:
+        found = super()._unscale_grads_(*args)
+        return {device: torch.stack((each, torch.zeros_like(each))) > 0 for device, each in found.items()}
+
+
+class OneElementScale(GradScaler):
+    def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+        self._scale = torch.full((1,), 64.0, device=dev)
+        self._growth_tracker = torch.zeros(1, dtype=torch.int32, device=dev)
+
+
 class OwnCheck(GradScaler):
     def _check_inf_per_device(self, optimizer: Any) -> Any:
         return torch.amp.GradScaler._check_inf_per_device(self, optimizer)
@@ -117,6 +154,11 @@ SUBCLASSES = [
     AllowingFp16,
     OwnUnscaling,
     OwnUnscale,
+    OneElement,
+    Counting,
+    CountingInPlace,
+    Telling,
+    OneElementScale,
     OwnCheck,
     OwnScale,
     Fixed,
@@ -153,7 +195,7 @@ def train(make: Any, options: Any, *, clips: bool, shares: bool) -> tuple[Any, .
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("shares", [False, True])
 def test_trains_as_the_base_class(make: Any, options: Any, clips: bool, shares: bool) -> None:
-    if shares and make in (OwnUnscaling, OwnUnscale):
+    if shares and issubclass(make, (OwnUnscaling, OwnUnscale)):
         pytest.skip("it divides by itself, so it divides twice, as torch's")
     expected = train(GradScaler, options, clips=clips, shares=shares)
     assert train(make, options, clips=clips, shares=shares) == expected

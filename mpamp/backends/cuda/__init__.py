@@ -49,7 +49,7 @@ class CudaBackend(Backend):
 
 
 def _has_card() -> bool:
-    """Tell whether there is a card; where another device stands in for it, ``torch.cuda`` says that there is."""
+    """Tell whether torch itself finds a card: ``torch.cuda`` says so where another device stands in for it, too."""
     return torch.backends.cuda.is_built() and torch._C._cuda_getDeviceCount() > 0
 
 

@@ -13,6 +13,7 @@ among all tensors, where somebody else holds its memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ...probing import probing
 from .weights import is_plain_class, is_weight, storage_of
 
 __all__ = ["COMPILED", "WATCHED", "Record", "begin", "epoch_of", "known", "look", "note", "record_of"]
@@ -28,7 +30,6 @@ Tensor = torch.Tensor
 _holders = torch._C._storage_Use_Count
 _get_data, _set_data = torch._C.TensorBase.data.__get__, torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 _mode_depth = torch._C._len_torch_dispatch_stack
-_NOTHING = torch.empty(0)
 
 COMPILED: list[Any] = []
 """The compiled engine, where there is one: it has the records."""
@@ -37,9 +38,16 @@ _MOST_NOTES = 64
 _PRUNE_AT = 8
 
 
+@functools.cache
+def _nothing() -> Tensor:
+    """Return a tensor without memory; made late, for this module may be imported where torch isn't yet."""
+    with probing():
+        return torch.empty(0, device="cpu")
+
+
 def _alone() -> int:
-    storage = _NOTHING.untyped_storage()
-    return _holders(storage._cdata)
+    storage = torch.UntypedStorage(0, device="cpu")
+    return _holders(storage._cdata) + 1
 
 
 _ALONE = _alone()
@@ -128,7 +136,7 @@ def _shadow(alias: Tensor) -> Tensor | None:
     try:
         with torch._C._DisableTorchDispatch() if _mode_depth() else contextlib.nullcontext():
             shadow: Tensor = Tensor._make_subclass(Tensor, alias)
-            _set_data(shadow, _NOTHING)
+            _set_data(shadow, _nothing())
     except RuntimeError:  # a device whose tensors can't be given other data
         return None
     return shadow
