@@ -15,6 +15,7 @@ import torch
 import mpamp
 import mpamp.apex
 from mpamp import children
+from tests.paths import search_path
 
 ROOT = Path(__file__).parents[1]
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here: nothing is redirected")
@@ -234,7 +235,7 @@ def run_children(tmp_path: Path, *ways: str, redirects: bool = False, more: tupl
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     name, options = ("cuda", ("--device", "cpu")) if redirects else ("cpu", ())
-    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    path = search_path(ROOT, tmp_path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "STATE_DEVICE": name}
     command = [sys.executable, "-m", "mpamp", "run", *options, *more, str(script), *ways]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
@@ -268,7 +269,7 @@ def test_every_way_to_start_a_process(tmp_path: Path, redirects: bool) -> None:
 def test_accelerate_launch(tmp_path: Path, options: list[str]) -> None:
     pytest.importorskip("accelerate")
     (tmp_path / "launched.py").write_text(STATE + "say('launched')\n")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "STATE_DEVICE": "cuda"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(ROOT), "STATE_DEVICE": "cuda"}
     launch = ["-m", "accelerate.commands.launch", "--mixed_precision=fp16", "--num_machines=1", "--dynamo_backend=no"]
     run = [sys.executable, "-m", "mpamp", "run", "--device", "cpu"]
     command = [*run, *launch, *options, str(tmp_path / "launched.py")]

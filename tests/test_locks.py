@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import search_path
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SECONDS = 240
@@ -44,7 +46,7 @@ def run(tmp_path: Path, program: str, **modules: str) -> list[str]:
     """Return the words that a program prints, in a folder with some modules."""
     for name, source in modules.items():
         (tmp_path / f"{name}.py").write_text(source)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    environment = {**os.environ, "PYTHONPATH": search_path(ROOT, tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", HEAD + program], env=environment, capture_output=True, text=True, timeout=SECONDS
     )

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpamp
 from mpamp.engine import marks
+from tests.paths import search_path
 
 ROOT = Path(__file__).parents[1]
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -519,7 +520,7 @@ print(y.dtype, counters["aot_autograd"]["autograd_cache_hit"], counters["inducto
 
 def run_python(code: str, *arguments: str, **environment: str) -> str:
     """Run a program in a fresh process and return what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    environment = {**os.environ, "PYTHONPATH": search_path(ROOT), **environment}
     command = [sys.executable, "-c", code, *arguments]
     process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr

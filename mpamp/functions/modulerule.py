@@ -34,7 +34,7 @@ SOURCE = "module"
 _16_BITS = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True, slots=True)  # never changed; torch 2.8's Dynamo takes no frozen one
 class ModuleRule:
     """What a module's forward runs in: a dtype, or rules of ops on top of the region's; without either, no autocast."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 import weakref
 from typing import Any
 
@@ -36,7 +37,9 @@ class RuledForward:
 
     @stepped_over
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function = self.__wrapped__
+        owner = self.__self__
+        # Not a bound method, which Dynamo makes from torch 2.13 on.
+        function = functools.partial(type(owner).forward, owner) if self.inner is None else self.inner
         return run_by(self.layers[-1][1], function, args, kwargs) if self.layers else function(*args, **kwargs)
 
     @property
@@ -51,7 +54,7 @@ class RuledForward:
     @property
     def __wrapped__(self) -> Any:
         owner = self.__self__
-        return type(owner).forward.__get__(owner) if self.inner is None else self.inner
+        return types.MethodType(type(owner).forward, owner) if self.inner is None else self.inner
 
     def of(self, owner: nn.Module) -> RuledForward:
         """Return the same for another module, such as a replica."""

@@ -159,7 +159,7 @@ def _record_casts(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any 
         if _casts_inside(func, args, kwargs):
             with self:
                 if func is torch.ops.aten.lstm.input:
-                    args = _as_one_layer(device, args)
+                    return _in_shape(args[1], *func.decompose(*_as_one_layer(device, args), **kwargs))
                 return func.decompose(*args, **kwargs)
     return _dispatch(self, func, types, args, kwargs)
 
@@ -181,6 +181,11 @@ def _as_one_layer(device: DeviceState, args: Any) -> Any:
     if not all(t.dtype in CASTABLE for t in (x, *states, *weights)):
         return args
     return x.to(lower), [t.to(lower) for t in states], [t.to(lower) for t in weights], *rest
+
+
+def _in_shape(states: Any, output: torch.Tensor, *last: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return what an LSTM gives, its last states in the shape of the first: torch 2.8's steps add a dimension of one."""
+    return output, *(t if t.dim() == s.dim() else t.squeeze(1) for t, s in zip(last, states, strict=True))
 
 
 def _device_of(func: Any, args: Any, kwargs: Any) -> DeviceState | None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.paths import search_path
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_ranks_stay_the_same(tmp_path, level):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(ROOT)}
     command = [sys.executable, "-m", "tests.apex.ddp_worker", level, str(tmp_path / "store")]
     workers = [
         subprocess.Popen([*command, str(rank)], stdout=-1, stderr=-1, text=True, cwd=ROOT, env=env) for rank in (0, 1)

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 import mpamp.apex
 from mpamp.apex import amp
 from mpamp.cli.app import app
+from tests.paths import search_path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "apex_style" / "train_digits.py"
 
@@ -93,7 +94,7 @@ def test_initialize_has_apexs_signature():
 
 def run_example(*arguments, env=None):
     command = [sys.executable, "-c", "from mpamp.cli.main import main; main()", "run", "--device", "cpu", str(EXAMPLE)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLE.parents[2]), **(env or {})}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(EXAMPLE.parents[2]), **(env or {})}
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.paths import search_path
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _run(script: str, *options: str) -> str:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": search_path(ROOT)}
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick", *options]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

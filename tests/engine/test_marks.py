@@ -16,6 +16,7 @@ import mpamp
 from mpamp.engine import marks
 from mpamp.engine.marks import DEFAULT_MARK, NO_MARK
 from mpamp.engine.resolving import mark_here
+from tests.torches import needs_torchs_kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
 OPS = ["gelu", "silu", "relu", "tanh", "sigmoid", "elu", "selu", "celu", "erf", "exp", "log", "sin"]
@@ -210,7 +211,15 @@ def test_a_device_that_carried_marks_may_have_rules_of_its_own() -> None:
             assert torch.mm(x, x).dtype is BF16
         with mpamp.autocast("mtia", BF16, ops={"mm": "fp32"}):
             assert torch.mm(x, x).dtype is FP32
-        with torch.autocast("mtia", BF16), mpamp.autocast("cpu", ops={"gelu": "fp32"}):
-            assert torch.mm(x, x).dtype is BF16
     assert "mtia" not in marks.CARRIERS.names
     assert not torch.is_autocast_enabled("mtia")
+
+
+@needs_torchs_kernels
+def test_plain_regions_of_a_device_that_carried_marks_are_as_before() -> None:
+    with FakeTensorMode():
+        x = torch.empty(2, 2, device="mtia")
+        with mpamp.autocast("mtia", BF16, ops={"mm": "fp32"}):
+            assert torch.mm(x, x).dtype is FP32
+        with torch.autocast("mtia", BF16), mpamp.autocast("cpu", ops={"gelu": "fp32"}):
+            assert torch.mm(x, x).dtype is BF16

@@ -17,6 +17,7 @@ from mpamp.devices.registry import device_state
 from mpamp.engine import Call
 from mpamp.engine.observing import OBSERVERS
 from mpamp.engine.python import building, transforms
+from tests.torches import needs_transforms
 
 BRAIN, HALF = torch.bfloat16, torch.float16
 STEPS = [pytest.param(10, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.sweep)]
@@ -227,6 +228,7 @@ def observed() -> Iterator[None]:
         yield
 
 
+@needs_transforms
 def test_transforms_take_numbers(observed: None) -> None:
     x = torch.ones(3, 2)
     with _region():

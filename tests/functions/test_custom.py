@@ -29,6 +29,7 @@ from mpamp.engine.scope import THREAD
 from mpamp.functions import setuplink
 from mpamp.functions.custom import custom_bwd, custom_fwd
 from mpamp.testing import WeightCastCounter
+from tests.paths import search_path
 
 ROOT = Path(__file__).parents[2]
 HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -180,7 +181,7 @@ def test_backward_on_an_accelerators_autograd_thread(maker: Any) -> None:
 )
 def test_backward_on_a_devices_own_autograd_thread() -> None:
     script = ROOT / "tests" / "npy_backward_thread.py"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": search_path(ROOT)}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["other", "other", "other", "same"]

@@ -22,6 +22,7 @@ from mpamp.devices import registry
 from mpamp.errors import ModuleRuleError
 from mpamp.functions import modulerule
 from mpamp.functions.ruledforward import RuledForward
+from tests.torches import needs_transforms
 
 FULL, LOW, HALF = torch.float32, torch.bfloat16, torch.float16
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -381,6 +382,7 @@ def test_jit_trace() -> None:
     assert dtypes(traced(X)) == [FULL] * 4 + [LOW, FULL, LOW, LOW]
 
 
+@needs_transforms
 def test_vmap_and_functional_call() -> None:
     model = make_model({"a": "fp32"})
     state = dict(model.named_parameters())

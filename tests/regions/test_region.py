@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 import mpamp
 from mpamp.testing import WeightCastCounter
+from tests.paths import search_path
 
 ROOT = Path(__file__).parents[2]
 HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -55,7 +56,7 @@ def softmax_dtype() -> torch.dtype:
 
 def run_python(code: str, **environment: str) -> str:
     """Run a program in a fresh process and return what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    environment = {**os.environ, "PYTHONPATH": search_path(ROOT), **environment}
     command = [sys.executable, "-c", code]
     process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.paths import search_path
 from tests.scripts.witness import FRAMEWORKS, SCRIPTS
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ SCALED_BY_TORCHS_NAME = ("cuda_amp", *FRAMEWORKS)
 
 def run(file, names):
     pytest.importorskip("sklearn")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MPAMP_ENGINE": "python"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(ROOT), "MPAMP_ENGINE": "python"}
     command = [sys.executable, "-m", "tests.scripts.witness", str(file), *names]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

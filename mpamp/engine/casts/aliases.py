@@ -57,10 +57,9 @@ _ALONE = _alone()
 class Record:
     """What may write into a storage, besides tensors that share the weight's version counter."""
 
-    __slots__ = ("_epoch", "_notes", "_pointers", "_storage", "is_complete", "is_uncounted")
+    __slots__ = ("_epoch", "_notes", "_pointers", "is_complete", "is_uncounted")
 
-    def __init__(self, storage: int) -> None:
-        self._storage = storage
+    def __init__(self) -> None:
         self._epoch = 0
         self._notes: dict[int, list[Any]] = {}
         """Each a tensor without memory that has an alias's counter, and the version seen; keys are never used twice."""
@@ -74,7 +73,7 @@ class Record:
     def note(self, alias: Tensor) -> None:
         """Take note of a tensor that shares the memory: its counter is read again whenever the epoch is asked for."""
         if len(self._notes) >= _PRUNE_AT:
-            self._look(_ALONE + 1)  # which the alias may hold
+            self._look(alias.untyped_storage(), _ALONE + 1)  # which the alias may hold
         shadow = _shadow(alias) if len(self._notes) < _MOST_NOTES else None
         if shadow is None:
             self.is_uncounted = True
@@ -98,21 +97,25 @@ class Record:
         self._epoch = next(_epochs)
         self._pointers -= 1
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the memory, now."""
+    def epoch(self, storage: torch.UntypedStorage) -> int:
+        """Return the epoch of the memory, now.
+
+        Args:
+            storage: The one whose record this is. Before torch 2.10 its Python object is one of those who hold the
+                memory only as long as it is referred to, so it is held while they are counted.
+        """
         if self._notes or self._pointers or self.is_uncounted:
-            self._look(_ALONE)
+            self._look(storage, _ALONE)
         return self._epoch
 
-    def _look(self, alone: int) -> None:
+    def _look(self, storage: torch.UntypedStorage, alone: int) -> None:
         """See whether anybody has written.
 
         Who holds the memory is asked before what is written, so that the last write of one who is gone isn't missed;
         the epoch begins before the versions are taken as seen, so that no other thread misses it.
         """
         is_uncounted, notes = self.is_uncounted, list(self._notes.items())
-        is_alone = _holders(self._storage) <= alone
+        is_alone = _holders(storage._cdata) <= alone
         written = [(each, version) for _, each in notes if (version := each[0]._version) != each[1]]
         if written or is_uncounted or self._pointers:
             self._epoch = next(_epochs)
@@ -185,7 +188,7 @@ def record_of(tensor: Tensor) -> Any:
     storage = tensor.untyped_storage()
     record = getattr(storage, _RECORD, None)
     if record is None:
-        record = Record(storage._cdata)
+        record = Record()
         setattr(storage, _RECORD, record)
         WATCHED[:] = [True]
     return record
@@ -199,8 +202,9 @@ def epoch_of(weight: Tensor) -> int:
     """Return the epoch of a weight's memory: another number once it may have been written past its counter."""
     if COMPILED:
         return COMPILED[0].epoch(weight)  # type: ignore[no-any-return]
-    record = getattr(weight.untyped_storage(), _RECORD, None)
-    return 0 if record is None else record.epoch
+    storage = weight.untyped_storage()
+    record = getattr(storage, _RECORD, None)
+    return 0 if record is None else record.epoch(storage)
 
 
 def note(alias: Tensor) -> None:

@@ -102,9 +102,13 @@ def _set(below: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _settle(tensor: Tensor) -> None:
     """Have the notes on a tensor's memory be of what holds it now."""
-    record = None if COMPILED else _known(tensor)  # the compiled engine knows its counters apart
+    if COMPILED or not isinstance(tensor, Tensor):
+        return  # the compiled engine knows its counters apart
+    with torch._C.DisableTorchFunction():
+        storage = storage_of(tensor)
+        record = None if storage is None else known(storage)
     if record is not None:
-        _ = record.epoch
+        record.epoch(storage)
 
 
 def _note_both(tensor: Tensor, given: Tensor) -> None:
@@ -141,9 +145,19 @@ def _hand_out(tensor: Tensor, holder: Any) -> None:
         if tensor.dtype is not torch.float32 or storage_of(tensor) is None:
             return
         record = record_of(tensor)
+        storage = tensor.untyped_storage()
     record.hand_out()
     if holder is not None:
-        weakref.finalize(holder, record.take_back).atexit = False
+        weakref.finalize(holder, _take_back, record, storage).atexit = False
+
+
+def _take_back(record: Any, _: torch.UntypedStorage) -> None:
+    """Take note of a pointer that is gone.
+
+    The storage's Python object is held until now: before torch 2.10 the garbage collector takes the record from one
+    that is in a cycle, though the memory lives on.
+    """
+    record.take_back()
 
 
 @left_out

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mpamp.apex.parallel import multiproc
+from tests.paths import search_path
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(torch.accelerator.device_count() > 0, reason="on
 def run(folder, *arguments):
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, "PYTHONPATH": search_path(ROOT)}
     command = [sys.executable, "-c", RUN, "multiproc", str(script), *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 

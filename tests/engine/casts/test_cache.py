@@ -25,6 +25,7 @@ from mpamp.engine.casts.cache import PERSISTENT_CACHE, REGION_CACHE, is_weight
 from mpamp.oplists import lower_precision_ops
 from mpamp.testing import WeightCastCounter
 from tests.engine.casts.standins import Spoils
+from tests.torches import GIVES_KERNELS
 
 HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 Parameter, Tensor = torch.nn.Parameter, torch.Tensor
@@ -546,6 +547,17 @@ def torchs_gradient(x: Tensor, weight: Parameter, forward: Callable[[Tensor, Par
     return weight.grad.clone()
 
 
+def assert_torchs_gradient(
+    found: Tensor | None, x: Tensor, weight: Parameter, forward: Callable[[Tensor, Parameter], Tensor]
+) -> None:
+    expected = torchs_gradient(x, weight, forward)
+    assert found is not None
+    if GIVES_KERNELS:
+        assert torch.equal(found, expected)
+    else:  # torch's regions cast at each use by now, and sum up in float32
+        assert torch.allclose(found, expected, rtol=0.01)
+
+
 def two_layers(x: Tensor, weight: Parameter) -> Tensor:
     return functional.linear(functional.linear(x, weight), weight).square().sum()
 
@@ -557,7 +569,7 @@ def test_a_first_use_without_grad_keeps_gradients(weight: Parameter, x: Tensor, 
             functional.linear(x, weight)
         return two_layers(x, weight)
 
-    assert torch.equal(gradient(x, weight, forward), torchs_gradient(x, weight, two_layers))
+    assert_torchs_gradient(gradient(x, weight, forward), x, weight, two_layers)
 
 
 @pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
@@ -582,7 +594,7 @@ def test_weight_used_with_live_and_dead_graphs_gives_the_reference_gradient(weig
         kept = functional.linear(x, weight)
         return two_layers(x, weight) + kept.square().sum()
 
-    assert torch.equal(gradient(x, weight, forward), torchs_gradient(x, weight, forward))
+    assert_torchs_gradient(gradient(x, weight, forward), x, weight, forward)
 
 
 @pytest.mark.parametrize("retain_graph", [True, False])
@@ -980,8 +992,7 @@ def test_persistent_casts_made_in_inference_mode_can_be_trained_through(
         functional.linear(x, weight)
     with persistent():
         two_layers(x, weight).backward()
-    found = weight.grad
-    assert torch.equal(found, torchs_gradient(x, weight, two_layers))  # type: ignore[arg-type]
+    assert_torchs_gradient(weight.grad, x, weight, two_layers)
 
 
 # -- No cache while tracing ----------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import nn
 
 import mpamp
 from mpamp.engine.casts.cache import kept
+from tests.paths import search_path
 
 ROOT = Path(__file__).parents[3]
 LOW = torch.bfloat16
@@ -207,7 +208,7 @@ print(json.dumps(report))
 @pytest.mark.parametrize("value", ["1", "0", None])
 def test_the_variable_has_every_region_check(value: str | None) -> None:
     environment = {name: v for name, v in os.environ.items() if name != "MPAMP_CHECK_CACHE"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (
+    environment |= {"PYTHONPATH": search_path(ROOT), "OMP_NUM_THREADS": "1"} | (
         {} if value is None else {"MPAMP_CHECK_CACHE": value}
     )
     done = subprocess.run(

@@ -62,7 +62,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, autoca
     with autocast():
         loss = module(x).float().square().mean()
     loss.backward()
-    optimizer.step(lambda: loss)  # type: ignore[arg-type]
+    optimizer.step(lambda: loss.detach())  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

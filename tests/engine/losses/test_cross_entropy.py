@@ -22,6 +22,7 @@ from mpamp.engine.python import kernels as engine
 from mpamp.engine.python.codegen import kernel_source
 from mpamp.errors import MpampWarning
 from mpamp.rules.eligibility import find_overload
+from tests.torches import needs_transforms
 
 WORKS = fused._works
 OP = "aten::cross_entropy_loss"
@@ -331,11 +332,13 @@ WAYS = {
     "subclass": lambda x, y: cross_entropy(x.as_subclass(Tagged), y).as_subclass(torch.Tensor),
     "mode": _seen,
     "vmap": lambda x, y: torch.vmap(cross_entropy)(x.view(3, 4, 9), y.view(3, 4)).mean(),
-    "compile": lambda x, y: torch.compile(cross_entropy, backend="aot_eager", fullgraph=True)(x, y),
+    "compile": lambda x, y: torch.compile(lambda *a: cross_entropy(*a), backend="aot_eager", fullgraph=True)(x, y),
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_transforms if name == "vmap" else ()) for name in WAYS]
+)
 def test_a_call_that_goes_by_torchs_ops(kernels, name):
     logits, target = arguments(12, 9)
     loss, gradient = run(logits, target, loss_of=WAYS[name])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mpamp
+from tests.torches import needs_torchs_kernels
 
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 NAMESPACE = "of_others"
@@ -80,6 +81,7 @@ def test_a_rule_registered_inside_of_a_region_holds(register: Any, library: Any,
     assert in_region(call, x) is HALF
 
 
+@needs_torchs_kernels
 @pytest.mark.parametrize("register", WAYS)
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_tables_rule_holds_in_regions_and_the_librarys_outside(
@@ -106,6 +108,7 @@ def test_custom_ops_rules_hold(x: torch.Tensor) -> None:
     assert in_region(custom, x) is HALF
 
 
+@needs_torchs_kernels
 def test_a_library_that_goes_takes_its_rule_along(library: Any, x: torch.Tensor) -> None:
     call = define(library, "going")
     other = torch.library.Library(NAMESPACE, "IMPL")
@@ -121,6 +124,7 @@ def test_a_library_that_goes_takes_its_rule_along(library: Any, x: torch.Tensor)
         assert in_region(call, x, ops={f"{NAMESPACE}::going": "lower_precision_fp"}) is BRAIN
 
 
+@needs_torchs_kernels
 def test_an_error_of_the_kernel_below_is_the_users(library: Any, x: torch.Tensor) -> None:
     call = define(library, "failing")
 
@@ -178,6 +182,7 @@ def test_an_op_that_is_defined_later_has_its_row(library: Any, x: torch.Tensor) 
     assert in_region(call, x) is FULL
 
 
+@needs_torchs_kernels
 def test_kernels_of_ours_are_nobodys_overrides(x: torch.Tensor) -> None:
     """torch refuses a second kernel from Python, unless told otherwise: it is told of no kernel of ours."""
     assert in_region(lambda x: x.mm(x), x) is BRAIN

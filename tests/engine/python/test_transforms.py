@@ -17,13 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import mpamp
 from mpamp.devices.registry import device_state
 from mpamp.engine.python import kernels
+from tests.torches import needs_transforms
 
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 Tensor = torch.Tensor
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.library, "get_kernel"), reason="torch before 2.9 gives no hold of what the transforms start with"
-)
+pytestmark = needs_transforms
 
 X, W = torch.linspace(-1, 1, 12).reshape(3, 4), torch.linspace(0, 1, 16).reshape(4, 4)
 
