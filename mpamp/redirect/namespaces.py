@@ -29,6 +29,8 @@ def redirect_namespaces(patches: Patches, target: Target) -> None:
     """
     # Where torch is built for the absent device, this asks its namespace; nothing generic is there.
     patches.wrap(torch.accelerator, "is_available", lambda _: lambda: target.accelerator is not None)
+    if target.device.type == "cpu":
+        patches.wrap(torch.profiler.profile, "__init__", lambda original: _of_processors(original, target))
     for number, device_type in enumerate(target.absent):
         module = getattr(torch, device_type)
         contents = _contents(module, target)
@@ -124,6 +126,19 @@ def _redirect_tools(patches: Patches, module: types.ModuleType, target: Target) 
                 patches.put(submodule, name, _own(value, lambda answer=answer: answer))
             else:
                 patches.put(submodule, name, wrapped(value, refused(f"{submodule.__name__}.{name}", target.device)))
+
+
+def _of_processors(original: Callable[..., None], target: Target) -> Callable[..., None]:
+    """Have a profile of an absent device's activities be one of the processor's: torch has no such activities here."""
+    absent = {name.upper() for name in target.absent}
+
+    def __init__(self: Any, *args: Any, activities: Any = None, **kwargs: Any) -> None:
+        if activities is not None:
+            cpu = torch.profiler.ProfilerActivity.CPU
+            activities = list(dict.fromkeys(cpu if a.name in absent else a for a in activities))
+        original(self, *args, activities=activities, **kwargs)
+
+    return __init__
 
 
 def _mark(name: str) -> Callable[..., Any]:

@@ -63,6 +63,7 @@ CLASSES = [
     torch.nn.SyncBatchNorm,
     torch.nn.parallel.DistributedDataParallel,
     torch.nn.utils.rnn.PackedSequence,
+    torch.profiler.profile,
     torch.storage._StorageBase,
     torch.storage.TypedStorage,
     torch.utils.data.DataLoader,
