@@ -55,7 +55,7 @@ def ops(
 
 
 def _region_dtype(device: DeviceState, name: str | None) -> torch.dtype:
-    dtype = None if name is None else parse_dtype({"bf16": "bfloat16", "fp16": "float16"}.get(name, name))
+    dtype = None if name is None else parse_dtype(name)
     return mpamp.autocast(device.type, dtype).dtype
 
 

@@ -11,8 +11,9 @@ from torch.autograd.function import FunctionCtx
 
 from ..devices.registry import device_state, served_type
 from ..engine.compiling import is_compiling
-from ..errors import RegionError
+from ..errors import RegionError, UnsupportedDtypeError
 from ..regions.saved import DeviceAutocast, run_in, run_without
+from ..rules.rows import parse_dtype
 from .containers import autocast_types, has_autocast, map_tensors, tensors_in
 from .setuplink import SetupLink, watch, watch_while_tracing
 
@@ -23,12 +24,12 @@ _NO_CONTEXT = (torch.Tensor, type(None))
 
 
 @overload
-def custom_fwd(fwd: F, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None) -> F: ...
+def custom_fwd(fwd: F, *, device_type: str | None = None, cast_inputs: torch.dtype | str | None = None) -> F: ...
 @overload
 def custom_fwd(
-    fwd: None = None, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
+    fwd: None = None, *, device_type: str | None = None, cast_inputs: torch.dtype | str | None = None
 ) -> Callable[[F], F]: ...
-def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None) -> Any:
+def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: torch.dtype | str | None = None) -> Any:
     """Decorate the ``forward`` of a ``torch.autograd.Function``: its autocast state is kept for ``custom_bwd``.
 
     Works for both styles of Functions: ``forward(ctx, ...)``, and ``forward(...)`` with a ``setup_context``
@@ -65,6 +66,8 @@ def custom_fwd(fwd: Any = None, *, device_type: str | None = None, cast_inputs: 
         torch.float32
     """
     _check(fwd, "custom_fwd", device_type)
+    if isinstance(cast_inputs, str):
+        cast_inputs = parse_dtype(cast_inputs, UnsupportedDtypeError)
     if cast_inputs is not None and not isinstance(cast_inputs, torch.dtype):
         raise TypeError(f"cast_inputs is a torch.dtype or None, got {cast_inputs!r}.")
     if fwd is None:

@@ -13,9 +13,11 @@ import torch
 
 from ..devices.registry import device_state
 from ..engine.watching import watch_calls
+from ..errors import UnsupportedDtypeError
 from ..functions.module_rules import module_rules
 from ..regions.region import Region, autocast
 from ..rules.optable import OpTable
+from ..rules.rows import parse_dtype
 from .module_paths import ModulePaths
 from .search_bisection import Bisection
 from .search_progress import progress_bar
@@ -42,7 +44,7 @@ def search_precision(
     over: Over = "ops",
     goal: Goal = "accuracy",
     device: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     ops: Mapping[str, Any] | OpTable | None = None,
     state: str | os.PathLike[str] | None = None,
     show_progress: bool = True,
@@ -91,7 +93,7 @@ def search_precision(
         device = next((p.device.type for p in model.parameters()), torch.get_default_device().type)
     backend_state = device_state(device)
     table = backend_state.table if ops is None else backend_state.table_for(ops)
-    lower = backend_state.backend.default_dtype if dtype is None else dtype
+    lower = backend_state.backend.default_dtype if dtype is None else parse_dtype(dtype, UnsupportedDtypeError)
     search = _Search(model, data, metric, device, lower, table, over, goal)
     key = {
         "model": type(model).__qualname__,

@@ -66,7 +66,7 @@ def supervised_training_step_amp(
     gradient_accumulation_steps: int = 1,
     model_fn: Callable[[torch.nn.Module, Any], Any] = _call,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     ops: Any = None,
     max_grad_norm: float | None = None,
 ) -> Step:
@@ -143,7 +143,7 @@ def supervised_evaluation_step_amp(
     output_transform: Callable[[Any, Any, Any], Any] = _prediction_and_target,
     model_fn: Callable[[torch.nn.Module, Any], Any] = _call,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     ops: Any = None,
 ) -> Step:
     """Return an evaluation step for an ``Engine``; the arguments are those of ``supervised_training_step_amp``."""

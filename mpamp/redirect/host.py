@@ -7,6 +7,7 @@ import os
 import platform
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -172,8 +173,8 @@ def namespace(target: Target) -> dict[str, Any]:
         "is_current_stream_capturing": lambda: False,
         "make_graphed_callables": lambda callables, *args, **kwargs: callables,
         "mem_get_info": lambda device=None: _memory(),
-        "memory_stats": lambda device=None: {},
-        "memory_stats_as_nested_dict": lambda device=None: {},
+        "memory_stats": lambda device=None: defaultdict(int),
+        "memory_stats_as_nested_dict": lambda device=None: defaultdict(lambda: defaultdict(lambda: defaultdict(int))),
         "memory_snapshot": lambda *args, **kwargs: [],
         "memory_summary": lambda device=None, abbreviated=False: f"no memory of {device} is counted\n",
         "get_sync_debug_mode": zero,

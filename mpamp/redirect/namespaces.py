@@ -29,6 +29,8 @@ def redirect_namespaces(patches: Patches, target: Target) -> None:
     """
     # Where torch is built for the absent device, this asks its namespace; nothing generic is there.
     patches.wrap(torch.accelerator, "is_available", lambda _: lambda: target.accelerator is not None)
+    if target.device.type == "cpu":
+        patches.wrap(torch.profiler.profile, "__init__", lambda original: _of_processors(original, target))
     for number, device_type in enumerate(target.absent):
         module = getattr(torch, device_type)
         contents = _contents(module, target)
@@ -38,6 +40,8 @@ def redirect_namespaces(patches: Patches, target: Target) -> None:
             patches.put(module, name, value)
         patches.wrap(module, "is_available", lambda _, is_first=number == 0: lambda: is_first)  # type: ignore[misc]
         _redirect_submodules(patches, module, target)
+        if not target.is_accelerator:
+            _redirect_tools(patches, module, target)
 
 
 def _contents(module: types.ModuleType, target: Target) -> dict[str, Any]:
@@ -98,6 +102,43 @@ def _redirect_submodules(patches: Patches, module: types.ModuleType, target: Tar
         for public in getattr(submodule, "__all__", ()):
             if public in own and getattr(submodule, public) is not own[public]:
                 patches.put(submodule, public, own[public])
+
+
+_TOOLS = ("tunable", "nccl", "memory")
+_UNLISTED = ("version", "unique_id", "init_rank", "_dump_snapshot", "_record_memory_history", "_snapshot")
+_SERVED: dict[str, Any] = {"is_enabled": False, "tuning_is_enabled": False, "version": (0, 0, 0)}
+"""What is asked of tools that aren't there, and the answer: scripts go by it."""
+
+
+def _redirect_tools(patches: Patches, module: types.ModuleType, target: Target) -> None:
+    """Refuse what tunes, traces and connects cards, and answer what is asked of it."""
+    for tool in _TOOLS:
+        try:
+            submodule = importlib.import_module(f"{module.__name__}.{tool}")
+        except ImportError:
+            continue
+        for name in (*_UNLISTED, *(() if tool == "memory" else submodule.__all__)):
+            value = getattr(submodule, name, None)
+            if not isinstance(value, types.FunctionType) or name == "is_available":
+                continue
+            if name in _SERVED:
+                answer = _SERVED[name]
+                patches.put(submodule, name, _own(value, lambda answer=answer: answer))
+            else:
+                patches.put(submodule, name, wrapped(value, refused(f"{submodule.__name__}.{name}", target.device)))
+
+
+def _of_processors(original: Callable[..., None], target: Target) -> Callable[..., None]:
+    """Have a profile of an absent device's activities be one of the processor's: torch has no such activities here."""
+    absent = {name.upper() for name in target.absent}
+
+    def __init__(self: Any, *args: Any, activities: Any = None, **kwargs: Any) -> None:
+        if activities is not None:
+            cpu = torch.profiler.ProfilerActivity.CPU
+            activities = list(dict.fromkeys(cpu if a.name in absent else a for a in activities))
+        original(self, *args, activities=activities, **kwargs)
+
+    return __init__
 
 
 def _mark(name: str) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ INSTEAD = {
     "ExternalStream": "Use torch.cuda.Stream()",
     "get_stream_from_external": "Use torch.cuda.Stream()",
     "caching_allocator_alloc": "Use torch.empty(size, dtype=torch.uint8)",
+    "_record_memory_history": "Use torch.profiler.profile(profile_memory=True)",
     "split_group": "Use torch.distributed.new_group(ranks)",
     "replicate": "Call the module itself: one device has no replicas",
 }

@@ -40,6 +40,7 @@ from ..engine.marks import (
 from ..engine.scope import MARK, THREAD, Scope, graph_task
 from ..errors import MpampWarning, RegionError, UnsupportedDtypeError
 from ..rules.optable import OpTable
+from ..rules.rows import parse_dtype
 from .carrying import serve_autograd
 from .decorating import decorate
 from .dynamo import is_known_to_dynamo, serve_dynamo
@@ -134,7 +135,7 @@ class _Spec:
 
 
 _regions: dict[Any, Region] = {}
-_plain: dict[tuple[str | torch.device, torch.dtype | None, bool], Region] = {}
+_plain: dict[tuple[str | torch.device, torch.dtype | str | None, bool], Region] = {}
 _warned: set[str] = set()
 _off: list[None] = []
 """Not empty where all regions that are made do nothing."""
@@ -166,7 +167,7 @@ def _check_dtype(device: Any, dtype: torch.dtype | None) -> torch.dtype:
 @left_out_by_itself
 def autocast(
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = True,
     *,
@@ -181,8 +182,8 @@ def autocast(
 
     Args:
         device: The device type; an index is dropped. None is the current accelerator, else the CPU.
-        dtype: float32 arguments of the table's lower-precision ops become this. None is the device's
-            default: float16 on CUDA, bfloat16 on XPU and the CPU. float32 runs those ops in float32.
+        dtype: float32 arguments of the table's lower-precision ops become this, a dtype or its name. None is the
+            device's default: float16 on CUDA, bfloat16 on XPU and the CPU. float32 runs those ops in float32.
         enabled: False runs everything in the dtypes that it is called with.
         cache_enabled: Whether a weight's cast is kept until the weight changes or the outermost region ends.
             None, torch's own default, is True.
@@ -226,6 +227,8 @@ def autocast(
 
 
 def _region_of(device: Any, dtype: Any, enabled: bool, cache: bool, ops: Ops, persistent: bool) -> Region:
+    if isinstance(dtype, str):
+        dtype = parse_dtype(dtype, UnsupportedDtypeError)
     region = _regions.get((device, dtype, enabled, cache, _contents(ops), persistent))
     if region is not None:
         return region
@@ -486,7 +489,9 @@ if CHECKS_REGIONS:
 
 
 @run_while_tracing
-def traced_contexts(device: str | torch.device | None, dtype: torch.dtype | None, enabled: bool, ops: Ops) -> Contexts:
+def traced_contexts(
+    device: str | torch.device | None, dtype: torch.dtype | str | None, enabled: bool, ops: Ops
+) -> Contexts:
     """Return the torch.autocast regions that carry a region of ours through a program."""
     return _contexts_of(_region_of(device, dtype, enabled, True, ops, False))
 

@@ -15,7 +15,7 @@ import torch
 from ..errors import OpTableError
 from . import tablefile
 from .policy import CastPolicy
-from .rows import Row, parse_rules, shown
+from .rows import Row, parse_dtype, parse_rules, shown
 from .shipped import LISTS
 
 __all__ = ["ANY_DEVICE", "Difference", "OpTable", "Row"]
@@ -165,10 +165,10 @@ class OpTable(Mapping[str, Row]):
     def __repr__(self) -> str:
         return f"<OpTable {self.name!r} for {self.device}: {len(self)} ops, {self.fingerprint}>"
 
-    def policy(self, op: str, dtype: torch.dtype | None = None) -> CastPolicy | None:
+    def policy(self, op: str, dtype: torch.dtype | str | None = None) -> CastPolicy | None:
         """Return the policy of one overload in a region of ``dtype``, or None if it isn't listed."""
         row = self.get(op)
-        return None if row is None else row.at(dtype)
+        return None if row is None else row.at(None if dtype is None else parse_dtype(dtype))
 
     def override(self, rules: Mapping[str, Any] | OpTable, *, source: str = "user", name: str = "") -> OpTable:
         """Return a table with these rules on top of this one's; this one doesn't change.

@@ -19,24 +19,25 @@ __all__ = ["APPEND_DTYPE", "FAMILY_SIGN", "Row", "check_row", "parse_dtype", "pa
 FAMILY_SIGN = "@"
 """What a rule's name begins with where it means a whole family of ``oplists/families.toml``."""
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_DTYPES |= {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAME = re.compile(r"(?:\w{1,99}::)?\w{1,200}(?:\.\w{1,99})?", flags=re.ASCII)
 
 
-def parse_dtype(name: torch.dtype | str) -> torch.dtype:
-    """Return the dtype called ``name``, with or without ``torch.``.
+def parse_dtype(name: torch.dtype | str, error: type[Exception] = OpTableError) -> torch.dtype:
+    """Return the dtype called ``name``, with or without ``torch.``; bf16, fp16 and fp32 are names too.
 
     Raises:
-        OpTableError: torch has no dtype of that name.
+        OpTableError: torch has no dtype of that name; or another ``error``.
 
     Example:
-        >>> parse_dtype("bfloat16"), parse_dtype("torch.float16")
-        (torch.bfloat16, torch.float16)
+        >>> parse_dtype("bfloat16"), parse_dtype("torch.float16"), parse_dtype("bf16")
+        (torch.bfloat16, torch.float16, torch.bfloat16)
     """
     if isinstance(name, torch.dtype):
         return name
     found = _DTYPES.get(str(name).removeprefix("torch."))
     if found is None:
-        raise OpTableError(f"unknown dtype {shown(name)}: write one of torch's names, such as 'bfloat16' or 'float16'.")
+        raise error(f"unknown dtype {shown(name)}: write one of torch's names, such as 'bfloat16' or 'float16'.")
     return found
 
 

@@ -11,6 +11,7 @@ from ..devices.registry import get_backend
 from ..plugins.backend import Backend
 from ..plugins.manager import manager
 from ..rules.optable import OpTable
+from ..rules.rows import parse_dtype
 from ..scaler import GradScaler
 from .conformance_regions import backend_tests, cache_tests, checkpoint_tests, custom_function_tests, nesting_tests
 from .conformance_report import Check, Report, require, run
@@ -34,7 +35,7 @@ SECTIONS: dict[str, Callable[[Subject], Iterator[Test]]] = {
 def check_backend(
     backend: Backend | str,
     *,
-    default_dtype: torch.dtype | None = None,
+    default_dtype: torch.dtype | str | None = None,
     make_scaler: Callable[..., Any] = GradScaler,
     sections: Collection[str] | None = None,
 ) -> Report:
@@ -77,7 +78,8 @@ def check_backend(
             reason = "no such device here, and beside another accelerator its tensors can't be faked"
             checks = tuple(Check(section, "all", "skipped", reason) for section in chosen)
         else:
-            subject = Subject(found, state, not is_here, default_dtype, make_scaler)
+            promised = None if default_dtype is None else parse_dtype(default_dtype)
+            subject = Subject(found, state, not is_here, promised, make_scaler)
             checks = tuple(run(s, name, test) for s, tests in chosen.items() for name, test in tests(subject))
     if all(check.outcome == "skipped" for check in checks):
         checks = (*checks, _nothing_ran(found))

@@ -697,8 +697,8 @@ def test_wrong_arguments(decorator: Any) -> None:
 
 
 def test_wrong_cast_inputs() -> None:
-    with pytest.raises(TypeError, match=r"cast_inputs is a torch\.dtype or None, got 'float16'"):
-        custom_fwd(cast_inputs="float16")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"cast_inputs is a torch\.dtype or None, got 16"):
+        custom_fwd(cast_inputs=16)  # type: ignore[call-overload]
 
 
 def test_a_device_that_nothing_covers() -> None:

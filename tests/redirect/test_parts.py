@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpamp.errors import RedirectError
-from mpamp.redirect import advice
+from mpamp.redirect import advice, redirect
 from mpamp.redirect.classes import stand_in
 from mpamp.redirect.host import Event, Stream, StreamContext, namespace
 from mpamp.redirect.patches import Patches
@@ -167,3 +167,16 @@ def test_an_assertion_without_words_is_read_in_the_source():
 )
 def test_who_dies_of_something_else_is_not(error):
     assert advice(error) is None
+
+
+# -- Profiles ------------------------------------------------------------------------------------------
+
+
+@needs_no_cuda
+def test_a_profile_of_an_absent_device_is_the_processors():
+    cuda, cpu = torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU
+    for activities in ([cuda], [cpu, cuda], {cuda}):
+        with redirect("cpu"), torch.profiler.profile(activities=activities) as found:
+            torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
+        assert found.activities == {cpu}
+        assert any(event.name == "aten::mm" for event in found.events())

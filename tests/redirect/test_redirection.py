@@ -32,10 +32,12 @@ MODULES = [
     "torch.cuda.comm",
     "torch.cuda.graphs",
     "torch.cuda.memory",
+    "torch.cuda.nccl",
     "torch.cuda.nvtx",
     "torch.cuda.profiler",
     "torch.cuda.random",
     "torch.cuda.streams",
+    "torch.cuda.tunable",
     "torch.distributed",
     "torch.distributed.distributed_c10d",
     "torch.fft",
@@ -61,6 +63,7 @@ CLASSES = [
     torch.nn.SyncBatchNorm,
     torch.nn.parallel.DistributedDataParallel,
     torch.nn.utils.rnn.PackedSequence,
+    torch.profiler.profile,
     torch.storage._StorageBase,
     torch.storage.TypedStorage,
     torch.utils.data.DataLoader,
@@ -215,6 +218,24 @@ def test_modes_see_torchs_own_functions():
     assert torch.zeros in _device_constructors()
     with room.redirect("cpu"), torch.device("meta"):
         assert torch.zeros(1).device.type == "meta"
+
+
+def test_what_is_asked_of_memory_and_tools_is_answered_or_refused():
+    with room.redirect("cpu"):
+        assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+        assert torch.cuda.memory.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == 0
+        assert torch.cuda.nccl.version() < (2, 10)
+        assert not torch.cuda.tunable.is_enabled()
+        for refuses in (
+            torch.cuda.memory._record_memory_history,
+            torch.cuda.memory._snapshot,
+            torch.cuda.memory._dump_snapshot,
+            torch.cuda.tunable.enable,
+            torch.cuda.tunable.set_filename,
+            torch.cuda.nccl.all_reduce,
+        ):
+            with pytest.raises(RedirectError, match="can't be sent to 'cpu'"):
+                refuses()
 
 
 def test_no_op_costs_more():

@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["amp_definitely_not_available", "autocast", "custom_bwd", "custom_fwd", "GradScaler"]
 
 
-def autocast(enabled: bool = True, dtype: torch.dtype | None = torch.float16, cache_enabled: bool = True) -> Region:
+def autocast(
+    enabled: bool = True, dtype: torch.dtype | str | None = torch.float16, cache_enabled: bool = True
+) -> Region:
     """Return ``mpamp.autocast("cuda", ...)``; the arguments go by position as in ``torch.cuda.amp.autocast``."""
     return _autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
-def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None) -> Any:
+def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | str | None = None) -> Any:
     """Return ``mpamp.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)``."""
     return _custom.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
 
