@@ -69,7 +69,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, autoca
 def profiled() -> Iterator[Counter[str]]:
     """Count every op that runs, and change nothing by it."""
     counts: Counter[str] = Counter()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         yield counts
     counts.update(event.name for event in profile.events())
 
@@ -144,7 +144,7 @@ def test_without_a_mode_the_step_makes_the_casts_that_the_next_region_uses(x: Te
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
     train(module, optimizer, x, region)
     before = mpamp.cache_info()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         for _ in range(3):
             train(module, optimizer, x, region)
     assert casts_since(before) == (18, 18)
