@@ -113,7 +113,7 @@ def count(variant: Variant, weights: Iterable[torch.Tensor], device: torch.devic
 def _launches(variant: Variant, device: torch.device) -> int | None:
     if not is_card(device):
         return None
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         variant.batch(1)
         torch.accelerator.synchronize()
     ran = [event for event in profiler.key_averages() if event.device_type is not DeviceType.CPU]

@@ -566,7 +566,7 @@ def anomalies() -> Any:
 
 @script
 def profiled() -> Any:
-    with torch.profiler.profile() as found:
+    with torch.profiler.profile(acc_events=True) as found:
         result = train(Net())
     return result, sum(event.key == "aten::linear" for event in found.events())
 

@@ -395,6 +395,8 @@ class Ours(torch.autograd.Function):
         return None, grad
 
 
+# Dynamo of torch 2.11 looks at the gradients of what the recomputed block gives.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 @pytest.mark.parametrize("forward", ["default", "float32", "rules", "torch"])
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "custom_bwd"])
 def test_compiled_autograd_has_the_forward_s_table(kind: str, forward: str) -> None:

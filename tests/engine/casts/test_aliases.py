@@ -342,7 +342,13 @@ def test_records_go_with_the_memory() -> None:
         gone = weakref.ref(weight.untyped_storage())
         del weight, held
         gc.collect()
-        assert gone() is None
+        left = gone()
+        if (
+            left is not None
+        ):  # before torch 2.10 a storage that the compiled engine holds weakly keeps its Python object
+            assert not HOLDS_STORAGES
+            with pytest.raises(RuntimeError, match="not allocated"):
+                left.tolist()
 
 
 # -- Kinds of memory --------------------------------------------------------------------------------------
