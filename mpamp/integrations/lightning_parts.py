@@ -31,6 +31,8 @@ else:
 class _Part(MixedPrecision):
     """A region, and a scaler for float16, on the device that the model is on."""
 
+    _integration, _other = "lightning", "pytorch_lightning"
+
     def __init__(
         self,
         precision: str,
@@ -51,6 +53,13 @@ class _Part(MixedPrecision):
         self.scaler = scaler
         if self._asked is not None:
             self.forward_context()  # what it can't be made of is an error here rather than in the first step
+
+    def __str__(self) -> str:
+        """Say whose plugin it is: the other packages of Lightning's refuse it, and print it."""
+        return (
+            f"{type(self).__name__} of mpamp.integrations.{self._integration}, which is for other packages of "
+            f"Lightning's than mpamp.integrations.{self._other}"
+        )
 
     @property
     def device(self) -> str:

@@ -26,6 +26,7 @@ __all__ = ["MpampFabricPrecision", "MpampPrecision"]
 
 class MpampPrecision(TrainerPart, MixedPrecision):
     __doc__ = TrainerPart.__doc__
+    _integration, _other = "pytorch_lightning", "lightning"
 
     def _clip(self, optimizer: torch.optim.Optimizer, *args: float | str) -> None:
         Precision.clip_gradients(self, optimizer, *args)
@@ -33,3 +34,4 @@ class MpampPrecision(TrainerPart, MixedPrecision):
 
 class MpampFabricPrecision(FabricPart, FabricMixedPrecision):
     __doc__ = FabricPart.__doc__
+    _integration, _other = "pytorch_lightning", "lightning"

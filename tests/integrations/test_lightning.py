@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install 'mpamp[lightning]'")
     from mpamp.integrations.lightning import MpampPrecision
+    from mpamp.integrations.lightning_parts import TrainerPart
 
 from lightning.pytorch.plugins import MixedPrecision
 
@@ -415,6 +416,22 @@ def standalone() -> types.ModuleType:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
+
+
+def test_a_trainer_of_the_other_package_names_the_module_to_take() -> None:
+    """Lightning's two packages have classes of their own, and each refuses the other's plugins."""
+
+    class Foreign:
+        def __init__(self, precision: str, device: str, scaler: Any) -> None:
+            self.precision = precision
+
+    theirs = type(
+        "MpampPrecision", (TrainerPart, Foreign), {"_integration": "pytorch_lightning", "_other": "lightning"}
+    )
+    with pytest.raises(Exception, match=r"plugin MpampPrecision of mpamp.integrations.pytorch_lightning, which is for"):
+        make_trainer(lightning, theirs("bf16-mixed"))
+    assert "than mpamp.integrations.lightning" in str(theirs("bf16-mixed"))
+    assert str(MpampPrecision("bf16-mixed")).endswith("than mpamp.integrations.pytorch_lightning")
 
 
 def test_the_package_pytorch_lightning_is_served_alike(standalone: types.ModuleType, tmp_path: Path) -> None:

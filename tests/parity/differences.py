@@ -66,7 +66,7 @@ DIFFERENCES = [
         SINGLE,
         "in the region's dtype",
         "casts to float16, in a bfloat16 region too, and lays the weights out anew at each call",
-        "casts to the region's dtype, each weight once and the buffer that holds them all as a whole",
+        "casts to the region's dtype, the weights, which are parts of one buffer, and that as a whole, at each call",
         "bfloat16 was asked for: float16 overflows where it doesn't",
     ),
     Difference(
