@@ -184,7 +184,7 @@ def _as_one_layer(device: DeviceState, args: Any) -> Any:
 
 
 def _in_shape(states: Any, output: torch.Tensor, *last: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return what an LSTM gives, its last states in the shape of the first: torch 2.8's steps add a dimension of one."""
+    """Return what an LSTM gives, its last states in the shape of the first: torch 2.8 adds a dimension of one."""
     return output, *(t if t.dim() == s.dim() else t.squeeze(1) for t, s in zip(last, states, strict=True))
 
 
