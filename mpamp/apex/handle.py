@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from ..engine.casts import cache as castcache
+from ..engine.casts.weights import live_tensors
 from ..errors import MpampWarning
 from . import ambient, blocks
 from .errors import AmpUsageError
@@ -101,7 +101,7 @@ class AmpHandle:
         """The weights whose casts this thread keeps, and the casts."""
         kept = list(castcache.kept(of_all_threads=False))
         # Nothing refers to the weights: who asks for them, which scripts don't, waits until they are found.
-        weights = [o for o in gc.get_objects() if kept and issubclass(type(o), torch.Tensor)]
+        weights = live_tensors() if kept else []
         return {weight: each.low for weight in weights for each in kept if each.serves(weight)}
 
     def remove_cache(self, param: torch.Tensor) -> None:

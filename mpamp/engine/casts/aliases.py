@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from ...probing import probing
-from .weights import is_plain_class, is_weight, storage_of
+from .weights import is_plain_class, is_weight, live_tensors, storage_of
 
 __all__ = ["COMPILED", "WATCHED", "Record", "begin", "epoch_of", "known", "look", "note", "record_of"]
 
@@ -270,9 +269,8 @@ def look(weight: Tensor, own: int = 0) -> None:
 def _shared() -> Iterator[list[Tensor]]:
     """Yield the float32 tensors that live in the same storage, for each that a weight and others live in."""
     found: dict[int, list[Tensor]] = {}
-    for value in gc.get_objects():
-        cls = type(value)
-        if issubclass(cls, Tensor) and is_plain_class(cls) and value.dtype is torch.float32:
+    for value in live_tensors():
+        if is_plain_class(type(value)) and value.dtype is torch.float32:
             storage = storage_of(value)
             if storage is not None and storage.nbytes():
                 found.setdefault(storage._cdata, []).append(value)

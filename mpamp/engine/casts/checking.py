@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...devices.registry import devices_in_use
 from ...errors import StaleCastError
 from .cache import Kept, kept
+from .weights import live_tensors
 
 __all__ = ["CHECKS_REGIONS", "StaleCast", "checked", "verify_cache"]
 
@@ -102,7 +102,8 @@ def _stale(casts: Iterable[Kept], named: dict[int, tuple[str, Tensor]]) -> list[
         suspects = _changed(list(casts))
         if not suspects:
             return []
-        tensors = [*(tensor for _, tensor in named.values()), *_live_tensors()]
+        # Entries don't keep their weights, so they are looked for.
+        tensors = [*(tensor for _, tensor in named.values()), *live_tensors()]
         found: dict[Any, StaleCast] = {}
         for cast in suspects:
             weight = next((t for t in tensors if cast.serves(t)), None)
@@ -144,8 +145,3 @@ def _changed(casts: list[Kept]) -> list[Kept]:
 def _differ(weight: Tensor, low: Tensor) -> Tensor:
     """Return whether a cast has other bits than one made now: NaN is equal to itself here."""
     return (weight.detach().to(low.dtype).view(torch.int16) != low.detach().view(torch.int16)).any()
-
-
-def _live_tensors() -> list[Tensor]:
-    """Return every tensor that Python knows of: entries don't keep their weights, so they are looked for."""
-    return [value for value in gc.get_objects() if issubclass(type(value), Tensor)]

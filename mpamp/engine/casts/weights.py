@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import torch
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -14,6 +17,7 @@ __all__ = [
     "is_viewable",
     "is_weight",
     "kind_of",
+    "live_tensors",
     "storage_of",
 ]
 
@@ -78,6 +82,27 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def live_tensors() -> list[Tensor]:
+    """Return every tensor that Python knows of: each refers to its class.
+
+    ``gc.get_objects`` would also give tuples that other threads are just building, which Python then can't resize.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> any(tensor is weight for tensor in live_tensors())
+        True
+    """
+    found = gc.get_referrers(*dict.fromkeys(_with_subclasses(Tensor)))
+    return [value for value in found if issubclass(type(value), Tensor)]
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    subclasses: list[type] = type.__subclasses__(cls)
+    for subclass in subclasses:
+        yield from _with_subclasses(subclass)
 
 
 def is_apart(view: Tensor) -> bool:
