@@ -15,6 +15,10 @@ needs_torchs_kernels = pytest.mark.skipif(
     not GIVES_KERNELS, reason="in torch before 2.9 plain regions go by mpamp's rules in ops that mpamp has a kernel for"
 )
 
+traces_availability = pytest.mark.skipif(
+    torch.__version__ < torch.torch_version.TorchVersion("2.12"),
+    reason="Dynamo before 2.12 doesn't trace what torch.autocast's own __init__ asks for",
+)
 HOLDS_STORAGES = torch.__version__ >= torch.torch_version.TorchVersion("2.10")
 """Whether a storage's Python object, with what hangs on it, is out of the garbage collector's reach while its memory
 is used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -43,6 +44,8 @@ HISTORIC = {
 """Overloads by dimension name, which torch had until 2.12."""
 OF_SOME = {"cholesky", "qr", "linalg_matrix_sqrth", "linalg_polar"}
 """What torch had until 2.13, or has from 2.14 on."""
+OF_LATER = {"_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa.vec"}
+"""What torch has from 2.12 or 2.13 on."""
 FFTS = [
     "fft",
     "ifft",
@@ -88,7 +91,7 @@ def test_every_op_is_in_one_family() -> None:
 
 def test_every_op_exists_or_did() -> None:
     missing = {op for ops in families().values() for op in ops if find_overload(full_name(op)) is None}
-    assert missing <= HISTORIC | OF_SOME
+    assert missing <= HISTORIC | OF_SOME | OF_LATER
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -276,6 +279,7 @@ def test_every_view_is_refused_or_known() -> None:
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
     ops = {n: op for n in names if (op := find_overload(n)) is not None and is_out_of_place(op)}
     views = {n for n, op in ops.items() if any(r.alias_info is not None for r in op._schema.returns)}
+    views = {n for n in views if not re.search("names|imname|rename|align_to", n)}  # tensors had names until torch 2.12
     known = {f"aten::{name}" for name in VIEWS_WITH_RULES}
     assert not known & refused().keys()
     assert views - refused().keys() - known == set()

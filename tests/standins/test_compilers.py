@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mpamp
+from tests.torches import traces_availability
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OURS, TORCHS = [FP16, FP32], [FP16, FP16]
@@ -165,6 +166,7 @@ class Derived(torch.autocast):
         super().__init__("cpu", dtype=FP16)
 
 
+@traces_availability
 def test_a_subclass_is_torchs_in_what_is_compiled() -> None:
     def function(x: torch.Tensor) -> Any:
         with Derived():
