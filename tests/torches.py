@@ -19,6 +19,10 @@ traces_availability = pytest.mark.skipif(
     torch.__version__ < torch.torch_version.TorchVersion("2.12"),
     reason="Dynamo before 2.12 doesn't trace what torch.autocast's own __init__ asks for",
 )
+HAS_LANCZOS = hasattr(torch.ops.aten, "_upsample_lanczos2d_aa")
+"""From 2.12 or 2.13 on."""
+MASKED_GRADIENTS = torch.__version__ >= torch.torch_version.TorchVersion("2.12")
+"""Whether torch.func.grad takes torch.masked.std in lower precision: before, the gradient has no memory."""
 HOLDS_STORAGES = torch.__version__ >= torch.torch_version.TorchVersion("2.10")
 """Whether a storage's Python object, with what hangs on it, is out of the garbage collector's reach while its memory
 is used."""

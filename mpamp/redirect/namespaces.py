@@ -29,7 +29,7 @@ def redirect_namespaces(patches: Patches, target: Target) -> None:
     """
     # Where torch is built for the absent device, this asks its namespace; nothing generic is there.
     patches.wrap(torch.accelerator, "is_available", lambda _: lambda: target.accelerator is not None)
-    if target.device.type == "cpu":
+    if not target.is_accelerator:
         patches.wrap(torch.profiler.profile, "__init__", lambda original: _of_processors(original, target))
     for number, device_type in enumerate(target.absent):
         module = getattr(torch, device_type)

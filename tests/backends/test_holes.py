@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import mpamp
+from tests.torches import HAS_LANCZOS
 
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 LOWER = [BRAIN, HALF]
@@ -84,6 +85,8 @@ CASES: dict[str, tuple[Case, torch.dtype | None]] = {
     ),
 }
 """By name, the call, and the dtype that comes out of mixed arguments; None is the region's."""
+if not HAS_LANCZOS:
+    del CASES["lanczos"]
 PAIRS = ["lower", "lower, float32", "float32, lower", "float32"]
 
 

@@ -183,9 +183,10 @@ def test_dtype_that_the_backend_cannot_run_lists_those_it_can(dtype: torch.dtype
     assert all(str(each) in message for each in (BRAIN, HALF, FULL))
 
 
-def test_dtype_of_another_type_is_refused() -> None:
+@pytest.mark.parametrize("dtype", [16, "int8", torch.ones(1)])
+def test_dtype_of_another_type_is_refused(dtype: Any) -> None:
     with pytest.raises((mpamp.UnsupportedDtypeError, TypeError)):
-        mpamp.autocast("cpu", "bfloat16")  # type: ignore[arg-type]
+        mpamp.autocast("cpu", dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, HALF, None])
