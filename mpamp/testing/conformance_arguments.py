@@ -60,6 +60,10 @@ def call(*args: Any, **kwargs: Any) -> Call:
     return args, kwargs
 
 
+def _scales(t: Maker, *shape: int) -> torch.Tensor:
+    return torch.full(shape, 0.5, device=t.device)
+
+
 def _cell(gates: int) -> Callable[[Maker], Call]:
     """Return arguments of a recurrent cell: input, hidden, their weights and biases."""
     return lambda t: call(t(2, 4), t(2, 3), t(3 * gates, 4), t(3 * gates, 3), t(3 * gates), t(3 * gates))
@@ -258,6 +262,11 @@ ARGUMENTS: dict[str, Callable[[Maker], Call]] = {
     "prelu": lambda t: call(t(2, 4), t(4)),
     "put": lambda t: call(t(4, 4), t.ints(0, 2), t(2)),
     "quantile": lambda t: call(t(4, 4), t(2)),
+    "quantize_per_channel": lambda t: call(t(4, 4), _scales(t, 4), t.zeros(4), 0, torch.qint8),
+    "quantize_per_tensor": lambda t: call(t(4, 4), 0.5, 0, torch.qint8),
+    "quantize_per_tensor.tensor_qparams": lambda t: call(t(4, 4), _scales(t), t.zeros(), torch.qint8),
+    "quantize_per_tensor.tensors": lambda t: call([t(4, 4), t(4, 4)], _scales(t, 2), t.zeros(2), torch.qint8),
+    "quantize_per_tensor_dynamic": lambda t: call(t(4, 4), torch.qint8, False),
     "reflection_pad1d": _images(1, [1, 1]),
     "reflection_pad2d": _images(2, [1, 1, 1, 1]),
     "replication_pad1d": _images(1, [1, 1]),

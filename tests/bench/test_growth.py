@@ -11,6 +11,7 @@ from mpamp.bench import growth
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", growth.SUBJECTS)
 def test_each_subject_is_measured_from_few_to_many(subject: str) -> None:
     found = growth.run(subject, CPU, BF16, rounds=1, is_quick=True)

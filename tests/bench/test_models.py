@@ -38,6 +38,7 @@ def _by_variant(rows: list[Row]) -> dict[str, Row]:
     return {row.variant: row for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORKS)
 def test_weights_are_cast_as_often_as_the_precision_says(name: str) -> None:
     rows = _by_variant(run_workload(WORKS[name], "eager", HOW))

@@ -106,6 +106,7 @@ NORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # rms_norm as it is called
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("between", [[], [nn.Dropout(0.1), nn.GELU()]], ids=["", "dropout"])

@@ -43,6 +43,7 @@ WRITES = {"aten::index_copy_"}
 """In place: tests/oplists/test_buffer_writes.py has these."""
 NEEDS_CARD = {"aten::_grouped_mm"}
 """For cards alone in torch 2.8."""
+ON_HOST = {"aten::choose_qparams_optimized"}
 ROWS = [(place, op) for place, added in ADDED.items() for op in added if can_be_called(op, place) and op not in WRITES]
 
 
@@ -86,6 +87,8 @@ def test_added_row_is_seen(place: str, op: str) -> None:
     """The arguments reach the op."""
     with stand_ins(place):
         seen = observe(overload(op), place, BRAIN, "float32", none)
+    if op in ON_HOST and place != "cpu":
+        pytest.skip("it reads the memory of its tensor, and fake ones have none")
     if op in NEEDS_CARD and "'CPU' backend" in seen["reason"]:
         pytest.skip("this torch has it for cards alone")
     assert seen["ops"]
