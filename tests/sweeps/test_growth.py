@@ -350,7 +350,8 @@ def test_memory_does_not_grow_with_work(name: str) -> None:
     for _ in range(20):
         WORK[name]()
     count = 40 if name == "change of rules" else 200  # a change installs kernels
-    assert bytes_used(lambda: [WORK[name]() for _ in range(count)]) < 60_000  # under torch.autocast it's 25,000
+    used = [bytes_used(lambda: [WORK[name]() for _ in range(count)]) for _ in range(2)]
+    assert min(used) < 60_000  # under torch.autocast it's 25,000; what the process does for the first time may add
 
 
 @pytest.mark.sweep
