@@ -9,7 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Reports", "reports_of_two"]
+import pytest
+import torch
+
+from tests.paths import search_path
+
+__all__ = ["TWO_RANKS", "Reports", "reports_of_two"]
+
+TWO_RANKS = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
+]
+"""The marks of a module whose tests run two processes."""
 
 Reports = list[dict[str, Any]]
 """What each rank reports."""
@@ -17,8 +28,7 @@ Reports = list[dict[str, Any]]
 
 def reports_of_two(worker: Path, folder: Path) -> Reports:
     """Run a worker as rank 0 and 1, with a store in ``folder``, and return what each reports."""
-    paths = [str(worker.parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": search_path(worker.parents[2]), "OMP_NUM_THREADS": "1"}
     files = [folder / f"rank{rank}.json" for rank in range(2)]
     processes = [
         subprocess.Popen(

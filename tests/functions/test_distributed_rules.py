@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.ranks import Reports, reports_of_two
+from tests.ranks import TWO_RANKS, Reports, reports_of_two
 
 WORKER = Path(__file__).with_name("rules_worker.py")
 FULL, LOW, HALF = "torch.float32", "torch.bfloat16", "torch.float16"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = TWO_RANKS
 
 
 @pytest.fixture(scope="module")

@@ -279,7 +279,7 @@ def test_every_view_is_refused_or_known() -> None:
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
     ops = {n: op for n in names if (op := find_overload(n)) is not None and is_out_of_place(op)}
     views = {n for n, op in ops.items() if any(r.alias_info is not None for r in op._schema.returns)}
-    views = {n for n in views if not re.search("name|Dimname|align_to", n)}  # tensors had names until torch 2.12
+    views = {n for n in views if not re.search("name|align_to", n)}  # tensors had names until torch 2.12
     known = {f"aten::{name}" for name in VIEWS_WITH_RULES}
     assert not known & refused().keys()
     assert views - refused().keys() - known == set()

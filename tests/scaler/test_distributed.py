@@ -6,9 +6,8 @@ import itertools
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.ranks import Reports, reports_of_two
+from tests.ranks import TWO_RANKS, Reports, reports_of_two
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 WRAPPERS = ("ddp", "fsdp1", "fsdp1, original parameters", "fsdp2")
@@ -28,10 +27,7 @@ BAD = (
     "ordinary ops, bad sharded",
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = TWO_RANKS
 
 
 @pytest.fixture(scope="module")

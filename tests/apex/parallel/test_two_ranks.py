@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.ranks import reports_of_two
+from tests.ranks import TWO_RANKS, reports_of_two
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
-]
+pytestmark = TWO_RANKS
 
 WORKER = Path(__file__).parents[1] / "two_ranks.py"
 TRAINED = ["O0", "O2", "O2 delayed", "O2 float32", "O4", "O5"]
