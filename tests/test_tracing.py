@@ -475,7 +475,10 @@ def test_kernels_called_from_an_eager_part_are_not_compiled(x: Tensor, compiled_
     assert compiled_files
 
 
-def test_region_entered_in_an_eager_part_is_not_compiled(x: Tensor, compiled_files: list[str]) -> None:
+@pytest.mark.parametrize("changes", [False, True], ids=["as-made", "rules-changed-since"])
+def test_region_entered_in_an_eager_part_is_not_compiled(
+    x: Tensor, compiled_files: list[str], changes: bool
+) -> None:
     prebuilt = region(ops=FULL_SOFTMAX)
 
     def function(x: Tensor) -> Any:
@@ -484,7 +487,13 @@ def test_region_entered_in_an_eager_part_is_not_compiled(x: Tensor, compiled_fil
             torch._dynamo.graph_break()
             return probe(x)
 
-    assert dtypes(torch.compile(function, backend="eager")(x)) == [BRAIN, FULL]
+    if changes:  # the region is prepared again as it is entered
+        mpamp.set_op_rules("cpu", {"sigmoid": "fp32"})
+    try:
+        assert dtypes(torch.compile(function, backend="eager")(x)) == [BRAIN, FULL]
+    finally:
+        mpamp.set_op_rules("cpu", None)
+    assert {Path(file).name for file in compiled_files} == {Path(__file__).name}
     assert not torch.is_autocast_enabled("cpu")
 
 

@@ -316,6 +316,7 @@ class Region:
         """Whether casts of weights are kept in the region."""
         return bool(self._spec.args[3])
 
+    @left_out_by_itself
     def __enter__(self) -> Region:
         spec = self._spec
         if _has_function_modes() and is_exporting():
@@ -371,6 +372,7 @@ class Region:
                 entries.pop()
             raise
 
+    @left_out_by_itself
     def _prepare(self) -> tuple[bool, _Spec]:
         """Return whether the region casts on this machine, and what it is by the device's rules of now."""
         for _ in range(_MOST_TRIES):  # another thread may change them all the time
@@ -382,6 +384,7 @@ class Region:
                 break
         return casts, spec
 
+    @left_out_by_itself
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
