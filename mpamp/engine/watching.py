@@ -167,10 +167,12 @@ def _call(op: OpOverload, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
         if is_whole:
             _set_included(_KEY, False)
         try:
-            return op.redispatch(keys & _BELOW, *wrapped, **kwargs)
+            result = op.redispatch(keys & _BELOW, *wrapped, **kwargs)
         finally:
             if is_whole:
                 _set_included(_KEY, True)
+        is_number = not isinstance(result, torch.Tensor) and [str(r.type) for r in op._schema.returns] == ["Tensor"]
+        return wrap(result) if is_number else result  # an op that gives its argument back, as TorchScript's casts do
 
     if around is None or torch._C._functorch.maybe_current_level() is not None or _is_traced():
         return run()

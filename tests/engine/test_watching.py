@@ -68,6 +68,22 @@ def test_backward_passes_are_seen_and_numbers_keep_what_they_are() -> None:
     assert "aten::div.Tensor" in calls.names[calls.names.index("aten::ones_like") :]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("number", [2.5, 3])
+def test_a_number_that_torchscript_casts_stays_what_it_is(number: Any) -> None:
+    class Model(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).relu() * number
+
+    x, model = torch.ones(2, 3), Model(3, 3)
+    watched, other = torch.jit.trace(model, x), torch.jit.trace(model, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        with watch_calls(Calls()):
+            found = [watched(x) for _ in range(3)]  # profiled, then optimized
+        expected = [other(x) for _ in range(3)]
+    assert all(map(torch.equal, found, expected))
+
+
 def test_nothing_is_seen_before_after_or_in_other_threads() -> None:
     calls, x = Calls(), torch.ones(2)
     with watch_calls(calls):
