@@ -116,7 +116,6 @@ maybe_current_level = _functorch.maybe_current_level
 is_functorch_wrapped_tensor = _functorch.is_functorch_wrapped_tensor
 is_legacy_batchedtensor = _functorch.is_legacy_batchedtensor
 are_functorch_transforms_active = _C._are_functorch_transforms_active
-forward_ad_level = forward_ad._current_level
 is_tracing = _C._is_tracing  # torch.jit.trace
 get_tracing_state = _C._get_tracing_state
 set_tracing_state = _C._set_tracing_state  # type: ignore[attr-defined]
@@ -129,8 +128,8 @@ ProxyTorchDispatchMode = proxy_tensor.ProxyTorchDispatchMode
 CachingTorchDispatchMode = torch.utils.checkpoint._CachingTorchDispatchMode  # selective checkpoints' forward
 CachedTorchDispatchMode = torch.utils.checkpoint._CachedTorchDispatchMode  # their recompute
 TracingContext = _guards.TracingContext
-enter_autocast = torch.amp.autocast_mode._enter_autocast
-exit_autocast = torch.amp.autocast_mode._exit_autocast
+enter_autocast: Callable[..., Any] = torch.amp.autocast_mode._enter_autocast
+exit_autocast: Callable[[Any], None] = torch.amp.autocast_mode._exit_autocast
 UnmanagedAutocast: Any = _since("2.12", torch.amp.autocast_mode, "_UnmanagedAutocast")
 """What compiled code enters; before, it is torch.autocast itself, and told by who calls it."""
 
@@ -143,6 +142,13 @@ top_saved_tensors_default_hooks = _autograd._top_saved_tensors_default_hooks
 push_saved_tensors_default_hooks = _autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_default_hooks = _autograd._pop_saved_tensors_default_hooks
 unsafe_preserve_version_counter = grad_mode._unsafe_preserve_version_counter
+
+
+def forward_ad_level() -> int:
+    """Return the level of forward-mode AD; negative outside. torch keeps it as a module's variable."""
+    return forward_ad._current_level
+
+
 FUNCTION_APPLY: Any = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 """The code that calls a Function's forward, and knows the Function; None where that is C++ and has no frame."""
 RUN_BACKWARD: Place = torch.autograd, "_engine_run_backward"
@@ -174,6 +180,7 @@ SUPPORTED_NODES = torch.utils._pytree.SUPPORTED_NODES
 
 # -- Modules, scalers and data parallelism -------------------------------------------------------------
 
+call_impl = torch.nn.modules.module.Module._call_impl
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 InstanceNorm = torch.nn.modules.instancenorm._InstanceNorm
 check_input_dim: Any = torch.nn.modules.batchnorm.SyncBatchNorm._check_input_dim
@@ -313,3 +320,59 @@ def device_context() -> Any:
     from torch.utils._device import DeviceContext
 
     return DeviceContext
+
+
+# -- Attributes that are used where the objects are, by the module of torch's that says them -----------
+
+ATTRIBUTES = {
+    "torch._C": (  # tensors, storages and autograd's nodes
+        "_cdata",
+        "_fix_weakref",
+        "_is_view",
+        "_saved_other",
+        "_use_count",
+        "_version",
+        "_wrapped_number",
+    ),
+    "torch._tensor": ("_post_accumulate_grad_hooks",),
+    "torch.nn.parameter": ("_is_param",),
+    "torch.nn.modules.module": ("_apply", "_compiled_call_impl", "_modules"),
+    "torch.distributed.fsdp._flat_param": ("_is_flat_param", "_saved_grad_shard"),
+    "torch._ops": (
+        "_can_decompose",
+        "_dispatch_cache",
+        "_handle",
+        "_op",
+        "_op_dk",
+        "_qualified_op_name",
+        "_schema",
+    ),
+    "torch._library.custom_ops": ("_qualname",),
+    "torch.library": ("_destroy",),
+    "torch.optim.optimizer": ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
+    "torch.optim.sgd": ("_step_supports_amp_scaling",),
+    "torch.optim.lr_scheduler": ("_opt_called", "_wrapped_by_lr_sched"),
+    "torch.amp.autocast_mode": ("_cache_enabled", "_enabled", "_fwd_used_autocast"),
+    "torch.amp.grad_scaler": (  # mpamp's scaler derives from torch's, and torch's code asks it for these
+        "_backoff_factor",
+        "_check_inf_per_device",
+        "_check_scale_growth_tracker",
+        "_get_growth_tracker",
+        "_get_scale_async",
+        "_growth_factor",
+        "_growth_interval",
+        "_growth_tracker",
+        "_init_growth_tracker",
+        "_init_scale",
+        "_lazy_init_scale_growth_tracker",
+        "_maybe_opt_step",
+        "_per_optimizer_states",
+        "_scale",
+        "_unscale_grads_",
+    ),
+    "torch._dynamo.decorators": ("_dynamo_marked_constant", "_torchdynamo_disable", "_torchdynamo_disable_msg"),
+    "torch._dynamo.eval_frame": ("_orig_mod",),
+    "torch._dynamo.variables.base": ("_nonvar_fields",),
+    "torch.cuda": ("_device_count_nvml", "_lazy_init"),  # of an absent device's namespace, which another answers for
+    "torch.cuda.memory": ("_dump_snapshot", "_record_memory_history", "_snapshot"),
+}

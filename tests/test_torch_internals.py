@@ -39,6 +39,10 @@ def imported(tree: ast.AST, package: str) -> dict[str, str]:
             found.update({a.asname or package: a.name if a.asname else package for a in whole})
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package:
             found.update({a.asname or a.name: f"{node.module}.{a.name}" for a in node.names})
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and dotted(node.value, found):
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+            found.setdefault(name, dotted(node.value, found) or "")
     return found
 
 
@@ -88,6 +92,7 @@ def private_names(tree: ast.AST) -> list[tuple[str, int]]:
         "from torch.fx.experimental.proxy_tensor import make_fx",
         "import torch\ndef f():\n    return torch._C.DispatchKey.CPU",
         "import torch as t\nt._foreach_mul_([], 1)",
+        "import torch\nTensor = torch.Tensor\nTensor._make_subclass",
         "from torch import amp\namp.autocast_mode._enter_autocast('cpu')",
         "import sys\nsys.modules['torch._dynamo.trace_rules']",
     ],
@@ -174,7 +179,8 @@ def _unconditional() -> list[str]:
 
 
 SINCE, BUILT = _when()
-ALWAYS = sorted({*_unconditional()} - {name.rpartition(".")[0] for name in (*SINCE, *BUILT)})
+OWNERS = {*torch_internals.ATTRIBUTES, *(name.rpartition(".")[0] for name in (*SINCE, *BUILT))}
+ALWAYS = sorted({*_unconditional()} - OWNERS)
 
 
 def test_each_is_named_once() -> None:
@@ -192,6 +198,15 @@ def _bound() -> set[str]:
     return found
 
 
+def test_no_value_that_torch_may_change_is_kept() -> None:
+    meanings, kept = imported(_tree(), "torch"), set()
+    for node in _tree().body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and dotted(node.value, meanings):
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+            kept |= {name} if isinstance(getattr(torch_internals, name), int | float | str | tuple | None) else set()
+    assert kept == {"GLIBCXX_USE_CXX11_ABI"}  # of the build
+
+
 def _imports_of(path: Path) -> list[tuple[str, str]]:
     """Return what a file imports from the one, and what it calls that."""
     nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
@@ -200,7 +215,63 @@ def _imports_of(path: Path) -> list[tuple[str, str]]:
 
 def test_each_is_used() -> None:
     inside = {node.id for node in ast.walk(_tree()) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    assert _bound() - inside - {name for path in OTHERS for name, _ in _imports_of(path)} == set()
+    assert _bound() - inside - {name for path in OTHERS for name, _ in _imports_of(path)} == {"ATTRIBUTES"}
+
+
+# -- Attributes ----------------------------------------------------------------------------------------
+
+ATTRIBUTES = {name for names in torch_internals.ATTRIBUTES.values() for name in names}
+OF_OTHERS = {
+    "_at_fork_reinit",
+    "_current_frames",
+    "_fields",
+    "_getframe",
+    "_initializing",
+    "_make",
+    "_after_closure",
+    "_is_accelerate_prepared",
+    "_original_forward",
+}
+"""Python's and the training frameworks'."""
+
+
+def attributes(tree: ast.AST) -> set[str]:
+    """Return the private attributes that a file uses of anything but torch's ops and what it knows the name of."""
+    meanings, found = imported(tree, "torch"), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and dotted(node, meanings) is None:
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr"):
+            found |= {a.value for a in node.args[1:2] if isinstance(a, ast.Constant)}
+    return {name for name in found if name.startswith("_") and not name.startswith(("__", "_mpamp", "_amp", "_repr"))}
+
+
+def own(tree: ast.AST) -> set[str]:
+    """Return what a file defines: functions, classes, variables and attributes of its objects."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def test_every_private_attribute_of_torchs_objects_is_listed() -> None:
+    defined: set[str] = set().union(*(own(ast.parse(path.read_text())) for path in OTHERS))
+    listed = ATTRIBUTES | OF_OTHERS | defined
+    assert lines_of(lambda tree: sorted(attributes(tree) - listed)) == {}
+
+
+def test_an_attribute_is_found() -> None:
+    assert attributes(ast.parse("def f(t):\n    return t._one, getattr(t, '_two', None)")) == {"_one", "_two"}
+
+
+def test_every_listed_attribute_is_used() -> None:
+    used = {word for path in OTHERS for word in re.findall(r"\b_\w+", path.read_text())}
+    assert ATTRIBUTES - used == set()
 
 
 # -- Asking torch --------------------------------------------------------------------------------------
@@ -288,17 +359,19 @@ UNWRITTEN = {
     "torch.Tensor._make_subclass",
     "torch._C._set_tracing_state",
     "torch._dynamo.variables.ConstantVariable.create",
+    "torch._C._fix_weakref",
+    "torch._C._saved_other",
+    "torch._C._use_count",
+    "torch._C._wrapped_number",
 }
 """What is C++'s own and in no stub, or is a class's that the module has from another."""
 
 
 def _text(root: Path, module: list[str]) -> str | None:
-    """Return what torch's wheel says of a module, in its stub or its source."""
+    """Return what torch's wheel says of a module, in its stub and its source; None where there is neither."""
     path = root.joinpath(*module)
-    for place in (path / "__init__.pyi", path.with_suffix(".pyi"), path / "__init__.py", path.with_suffix(".py")):
-        if place.exists():
-            return place.read_text()
-    return None
+    places = [path / "__init__.pyi", path.with_suffix(".pyi"), path / "__init__.py", path.with_suffix(".py")]
+    return "\n".join(place.read_text() for place in places if place.exists()) or None
 
 
 def is_written(root: Path, name: str) -> bool:
@@ -321,7 +394,9 @@ def _release(root: Path) -> Version:
 
 @pytest.mark.parametrize("root", [HERE, *ELSEWHERE], ids=lambda root: str(_release(root)))
 def test_the_text_of_a_torch_has_them_from_the_version_on_that_is_said(root: Path) -> None:
-    there = {*ALWAYS, *BUILT, *(name for name, release in SINCE.items() if _release(root) >= release)} - UNWRITTEN
+    attributes = {f"{module}.{name}" for module, names in torch_internals.ATTRIBUTES.items() for name in names}
+    since = {name for name, release in SINCE.items() if _release(root) >= release}
+    there = {*ALWAYS, *BUILT, *since, *attributes} - UNWRITTEN
     assert {name for name in {*there, *SINCE} if is_written(root, name) != (name in there)} == set()
 
 

@@ -11,8 +11,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ..engine.compiling import Contexts, run_while_tracing
 from ..importing import after_import
 from ..torch_internals import (
@@ -21,7 +19,9 @@ from ..torch_internals import (
     attribute_method,
     constant_variable,
     context_variable,
+    enter_autocast,
     equals_match,
+    exit_autocast,
     register_constant,
     type_handlers,
 )
@@ -29,7 +29,6 @@ from ..torch_internals import (
 __all__ = ["Entered", "is_known_to_dynamo", "serve_dynamo"]
 
 _ATTRIBUTES = ("device_type", "dtype", "enabled", "keeps_casts")
-_amp: Any = torch.amp  # some of its functions are torch's own, and untyped
 _known: list[type] = []
 """What stands for a region, once Dynamo is imported."""
 
@@ -50,18 +49,18 @@ class Entered:
         tx.output.add_cleanup_hook(self._end)  # where no graph comes of it
         for context in contexts:
             # torch's cache is on in them: kernels take it as the sign to look for a mark.
-            self._modes.append(_amp._enter_autocast(*context, True))
-            self._proxies.append(_node(tx, _amp._enter_autocast, (*context, True)))
+            self._modes.append(enter_autocast(*context, True))
+            self._proxies.append(_node(tx, enter_autocast, (*context, True)))
 
     def leave(self, tx: Any) -> None:
         """Leave them, here and in the graph."""
         self._end()
         while self._proxies:
-            _node(tx, _amp._exit_autocast, (self._proxies.pop(),))
+            _node(tx, exit_autocast, (self._proxies.pop(),))
 
     def _end(self) -> None:
         while self._modes:
-            _amp._exit_autocast(self._modes.pop())
+            exit_autocast(self._modes.pop())
 
 
 def _node(tx: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -27,6 +27,7 @@ from ...torch_internals import (
     TensorBase,
     is_tracing,
     len_torch_dispatch_stack,
+    make_subclass,
     peek_interpreter_stack,
     storage_use_count,
 )
@@ -146,7 +147,7 @@ def _shadow(alias: Tensor) -> Tensor | None:
         return None
     try:
         with DisableTorchDispatch() if _mode_depth() else contextlib.nullcontext():
-            shadow: Tensor = Tensor._make_subclass(Tensor, alias)
+            shadow: Tensor = make_subclass(Tensor, alias)
             _set_data(shadow, _nothing())
     except RuntimeError:  # a device whose tensors can't be given other data
         return None

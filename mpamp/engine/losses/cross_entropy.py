@@ -119,7 +119,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and _transform() is None
         and not _is_batched(tensor)  # of ``is_grads_batched``
         and not is_tracing()
-        and forward_ad_level < 0
+        and forward_ad_level() < 0
     )
 
 
