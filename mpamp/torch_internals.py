@@ -150,7 +150,7 @@ def forward_ad_level() -> int:
 
 
 FUNCTION_APPLY: Any = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-"""The code that calls a Function's forward, and knows the Function; None where that is C++ and has no frame."""
+"""What calls a Function's forward, and knows the Function; None from 2.14 on, where that is C++ and has no frame."""
 RUN_BACKWARD: Place = torch.autograd, "_engine_run_backward"
 CHECKPOINT_SETTINGS: Place = torch.utils.checkpoint, "_get_autocast_kwargs"
 CHECKPOINT_GENERATOR: Place = (

@@ -22,6 +22,7 @@ MPAMP = Path(__file__).parents[1] / "mpamp"
 INTERNALS = Path(torch_internals.__file__)
 OTHERS = [path for path in sorted(MPAMP.rglob("*.py")) if path != INTERNALS]
 HERE = Path(torch.__file__).parents[1]
+RELEASE = Version(Version(torch.__version__).base_version)
 ELSEWHERE = [Path(place) for place in os.environ.get("MPAMP_TEST_TORCHES", "").split(os.pathsep) if place]
 """Where other torches are, each as its wheel unpacked: they are read, not run."""
 _PATH = re.compile(r"torch(\.\w+)+")
@@ -309,7 +310,7 @@ def test_this_torch_is_not_said_to_have_what_it_has_not() -> None:
 
 @pytest.mark.parametrize("name", SINCE)
 def test_this_torch_has_it_from_the_version_on_that_is_said(name: str) -> None:
-    assert _has(name) == (Version(Version(torch.__version__).base_version) >= SINCE[name])
+    assert _has(name) == (SINCE[name] <= RELEASE)
 
 
 PLACES = [v for v in vars(torch_internals).values() if isinstance(v, tuple) and not isinstance(v[0], str)]
@@ -350,6 +351,18 @@ def test_the_heavy_parts_are_found_by_the_functions_that_import_them() -> None:
     assert isinstance(torch_internals.inductor_config().freezing, bool)
     assert torch.empty in torch_internals.device_constructors()
     assert isinstance(torch_internals.device_context()("cpu"), torch.overrides.TorchFunctionMode)
+
+
+def is_from(release: str) -> bool:
+    return Version(release) <= RELEASE
+
+
+def test_what_differs_from_some_version_on() -> None:
+    handles = torch_internals.attribute_method(torch_internals.context_variable())
+    assert (handles == "tp_getattro_impl") == is_from("2.14")
+    assert torch_internals.CHECKPOINT_GENERATOR[1].endswith("_impl") == is_from("2.14")
+    assert (torch_internals.FUNCTION_APPLY is None) == is_from("2.14")
+    assert (torch_internals.FORWARD_SYNC_BUFFERS == "forward_sync_buffers") == is_from("2.13")
 
 
 # -- Reading torch's stubs and sources, of any version -------------------------------------------------
