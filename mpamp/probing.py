@@ -11,8 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
-from torch.utils._python_dispatch import _disable_current_modes
+
+from .torch_internals import (
+    DisableTorchFunction,
+    DispatchKey,
+    DispatchKeySet,
+    ForceDispatchKeyGuard,
+    disable_current_modes,
+    dispatch_key_name,
+    get_tracing_state,
+    len_torch_dispatch_stack,
+    set_tracing_state,
+)
 
 __all__ = ["outside", "probing"]
 
@@ -23,14 +33,14 @@ def _keys(*keys: DispatchKey) -> DispatchKeySet:
 
 _INCLUDED = _keys(DispatchKey.BackendSelect, DispatchKey.ADInplaceOrView)
 _MODES = (DispatchKey.Python, DispatchKey.PythonTLSSnapshot)
-_AUTOCAST = [k for k in map(DispatchKey, range(64)) if torch._C._dispatch_key_name(k).startswith("Autocast")]
+_AUTOCAST = [k for k in map(DispatchKey, range(64)) if dispatch_key_name(k).startswith("Autocast")]
 _EXCLUDED = _keys(*_MODES, *_AUTOCAST)
 """A thread's keys outside of every mode, transform and region."""
 
 
-def outside() -> torch._C._ForceDispatchKeyGuard:
+def outside() -> ForceDispatchKeyGuard:
     """Return a context in which the thread's keys are those outside of every mode, transform and region."""
-    return torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
+    return ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
 
 
 @contextmanager
@@ -45,14 +55,14 @@ def probing() -> Iterator[None]:
         >>> torch.func.grad(f)(torch.ones(2))
         tensor([1., 1.])
     """
-    traced = torch._C._get_tracing_state()
-    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    traced = get_tracing_state()
+    modes = disable_current_modes() if len_torch_dispatch_stack() else nullcontext()
     # The guard is the outermost: it puts back the keys that the others change.
-    with outside(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad(), modes:
+    with outside(), DisableTorchFunction(), torch.inference_mode(False), torch.no_grad(), modes:
         if traced is not None:
-            torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+            set_tracing_state(None)
         try:
             yield
         finally:
             if traced is not None:
-                torch._C._set_tracing_state(traced)  # type: ignore[attr-defined]
+                set_tracing_state(traced)

@@ -21,6 +21,7 @@ from ..engine.scope import THREAD
 from ..locks import turn
 from ..patching import Patches
 from ..regions.region import Region, autocast
+from ..torch_internals import RUN_BACKWARD
 from .blocks import LOCAL, PROCESS, ThreadPart, casts_off, casts_on, threads
 from .errors import AmpUsageError
 
@@ -50,7 +51,7 @@ def install(regions: Sequence[Region], patch: Callable[[Patches], None]) -> None
         try:
             _synchronize(LOCAL.thread)
             _patches.wrap(threading.Thread, "start", _starting)
-            _patches.wrap(torch.autograd, "_engine_run_backward", _without_casts)
+            _patches.wrap(*RUN_BACKWARD, _without_casts)
             _patches.wrap(torch.autograd.function.BackwardCFunction, "apply", _with_casts)
             patch(_patches)
         except BaseException:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..functions.containers import mapping_like, sequence_like
+from ..torch_internals import BatchNorm
 from .classes import passing_for, set_class
 from .masters import LOW
 
@@ -59,7 +60,7 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
 
 def keeps_float32(module: nn.Module) -> bool:
     """Tell whether a module is a batch norm with weights, which ``keep_batchnorm_fp32`` leaves alone."""
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
+    return isinstance(module, BatchNorm) and module.affine
 
 
 def cast_module(model: nn.Module, dtype_of: Callable[[nn.Module, str], torch.dtype]) -> None:

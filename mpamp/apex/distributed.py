@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..patching import Patches
+from ..torch_internals import SYNC_MODULE_STATES, broadcast_coalesced
 from .masters import master_of, write_back
 
 __all__ = ["is_served", "leave_data_parallel", "serve_data_parallel"]
@@ -24,7 +24,7 @@ def serve_data_parallel() -> None:
     Ranks whose masters differ below the parameters' precision would drift apart.
     """
     if torch.distributed.is_available() and not is_served():
-        _patches.wrap(sys.modules["torch.nn.parallel.distributed"], "_sync_module_states", _with_masters)
+        _patches.wrap(*SYNC_MODULE_STATES, _with_masters)
 
 
 def leave_data_parallel() -> None:
@@ -49,8 +49,7 @@ def _with_masters(synchronize: Any) -> Any:
         if masters:
             weights = [master.weight.detach() for _, master in masters]
             size, source = given["broadcast_bucket_size"], given["src"]
-            dist: Any = torch.distributed
-            dist._broadcast_coalesced(given["process_group"], weights, size, source)
+            broadcast_coalesced(given["process_group"], weights, size, source)
             write_back(masters)
         return result
 

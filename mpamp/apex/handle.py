@@ -12,6 +12,7 @@ import torch
 from ..engine.casts import cache as castcache
 from ..engine.casts.weights import live_tensors
 from ..errors import MpampWarning
+from ..torch_internals import current_graph_task_id
 from . import ambient, blocks
 from .errors import AmpUsageError
 from .holding import with_wrapped
@@ -165,7 +166,7 @@ def _notice_unscaled_backward(loss: Any, scaled: Any) -> Iterator[None]:
         yield
         return
     passes: set[int] = set()
-    task = torch._C._current_graph_task_id
+    task = current_graph_task_id
 
     def check(_: torch.Tensor) -> None:
         if task() not in passes:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..torch_internals import foreach_copy_
+
 __all__ = ["LOW", "Master", "adopt", "forget", "is_ahead", "is_same", "keep", "master_of", "write_back"]
 
 LOW = frozenset({torch.float16, torch.bfloat16})
@@ -93,7 +95,7 @@ def write_back(pairs: Iterable[Pair]) -> None:
     pairs = list(pairs)
     if pairs:
         models = [model.detach() for model, _ in pairs]
-        torch._foreach_copy_(models, [master.weight for _, master in pairs])
-        torch._foreach_copy_([master.low for _, master in pairs], models)
+        foreach_copy_(models, [master.weight for _, master in pairs])
+        foreach_copy_([master.low for _, master in pairs], models)
     for _, master in pairs:
         master.version = master.weight._version

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from ..torch_internals import (
+    flatten_dense_tensors,
+    foreach_add,
+    foreach_copy_,
+    foreach_mul,
+    foreach_norm,
+    unflatten_dense_tensors,
+)
 
 __all__ = [
     "MultiTensorApply",
@@ -59,7 +67,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, 
     sources, targets = map(list, tensor_lists)
     if sources:
         _flag(noop_flag, sources)
-        torch._foreach_copy_(targets, torch._foreach_mul(_wide(sources), scale))
+        foreach_copy_(targets, foreach_mul(_wide(sources), scale))
 
 
 @torch.no_grad()
@@ -73,8 +81,8 @@ def multi_tensor_axpby(
     xs, ys, targets = map(list, tensor_lists)
     if xs:
         _flag(noop_flag, {0: xs, 1: ys}.get(arg_to_check, xs + ys))
-        totals = torch._foreach_add(torch._foreach_mul(_wide(xs), a), torch._foreach_mul(_wide(ys), b))
-        torch._foreach_copy_(targets, totals)
+        totals = foreach_add(foreach_mul(_wide(xs), a), foreach_mul(_wide(ys), b))
+        foreach_copy_(targets, totals)
 
 
 @torch.no_grad()
@@ -85,7 +93,7 @@ def multi_tensor_l2norm(
     (tensors,) = map(list, tensor_lists)
     if not tensors:
         return noop_flag.new_zeros(1, dtype=torch.float32), noop_flag.new_zeros(0, dtype=torch.float32)
-    norms = torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
+    norms = torch.stack(foreach_norm(tensors, dtype=torch.float32))
     return torch.linalg.vector_norm(norms).reshape(1), norms if per_tensor else norms.new_zeros(0)
 
 
@@ -96,7 +104,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
         >>> flatten([torch.ones(1, 2), torch.zeros(1)])
         tensor([1., 1., 0.])
     """
-    flat: Tensor = _flatten_dense_tensors(list(tensors))
+    flat: Tensor = flatten_dense_tensors(list(tensors))
     return flat
 
 
@@ -107,7 +115,7 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         >>> [part.shape for part in unflatten(torch.zeros(3), [torch.ones(1, 2), torch.ones(1)])]
         [torch.Size([1, 2]), torch.Size([1])]
     """
-    return list(_unflatten_dense_tensors(flat, list(tensors)))
+    return list(unflatten_dense_tensors(flat, list(tensors)))
 
 
 def _wide(tensors: list[Tensor]) -> list[Tensor]:
@@ -116,5 +124,5 @@ def _wide(tensors: list[Tensor]) -> list[Tensor]:
 
 def _flag(noop_flag: Tensor, tensors: list[Tensor]) -> None:
     """Raise a flag on its device if a tensor has an inf or NaN."""
-    norms = [norm.to(noop_flag.device) for norm in torch._foreach_norm(_wide(tensors), float("inf"))]
+    norms = [norm.to(noop_flag.device) for norm in foreach_norm(_wide(tensors), float("inf"))]
     noop_flag.masked_fill_(~torch.isfinite(torch.stack(norms)).all(), 1)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ..torch_internals import DisableTorchFunctionSubclass, tree_leaves, tree_map
 from .masters import LOW, Master, adopt, is_ahead, keep, master_of, write_back
 
 __all__ = ["Entry", "follow_state_dicts"]
@@ -26,7 +26,7 @@ class Entry(Tensor):
     @staticmethod
     def of(values: Tensor, model: Tensor, master: Master) -> Entry:
         """Return ``values``, which are the master's memory, as an entry for ``model``."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             entry = values.detach().as_subclass(Entry)
             entry.model, entry.master = model, master
         return entry
@@ -34,7 +34,7 @@ class Entry(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             entries = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Entry)]
             versions = [entry._version for entry in entries]
             result = func(*args, **kwargs)
@@ -60,7 +60,7 @@ class Entry(Tensor):
 
 
 def _plain(entry: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         plain = entry.detach().as_subclass(Tensor)
         is_param = getattr(entry, "_is_param", False)  # load_state_dict(..., assign=True) makes it one
         return nn.Parameter(plain, entry.requires_grad) if is_param else plain

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..engine.casts.cache import cache_info
 from ..testing.counting import KernelCounter, WeightCastCounter
+from ..torch_internals import TorchDispatchMode
 from .timing import Variant, is_card
 
 __all__ = ["CastCounter", "Counts", "HostSyncCounter", "count", "peak_memory"]

@@ -21,6 +21,7 @@ from ..errors import OpTableError, UnknownOpError
 from ..regions.region import autocast
 from ..rules.optable import OpTable
 from ..scaler import GradScaler
+from ..torch_internals import dispatch_get_all_op_names
 from .fit import Fit, fit
 from .timing import synchronizer
 
@@ -146,7 +147,7 @@ def names_of_ops(n: int) -> list[str]:
         ValueError: This torch has fewer.
     """
     found: list[str] = []
-    for name in sorted(torch._C._dispatch_get_all_op_names()):
+    for name in sorted(dispatch_get_all_op_names()):
         if len(found) == n:
             return found
         if name.startswith("aten::"):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..engine.casts.cache import clear_cache
+from ..torch_internals import DYNAMO, inductor_config
 from .counts import Counts, count, peak_memory
 from .precisions import BASE, Precision, precisions_for
 from .rows import Row, with_ratios
@@ -199,15 +200,13 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _freezing(is_on: bool) -> AbstractContextManager[Any]:
     if not is_on:
         return nullcontext()
-    from torch._inductor import config
-
-    return config.patch(freezing=True)  # type: ignore[no-any-return]
+    return inductor_config().patch(freezing=True)  # type: ignore[no-any-return]
 
 
 def free_memory(device: torch.device) -> None:
     """Give back what the last workload held: kept casts, compiled code, cached blocks."""
     clear_cache()
-    if "torch._dynamo" in sys.modules:
+    if DYNAMO in sys.modules:
         torch.compiler.reset()
     gc.collect()
     module = torch.get_device_module(device)

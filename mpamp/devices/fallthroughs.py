@@ -12,7 +12,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
+
+from ..torch_internals import (
+    DispatchKey,
+    OpNamespace,
+    dispatch_get_all_op_names,
+    dispatch_get_registrations_for_dispatch_key,
+    dispatch_has_backend_fallback,
+    dispatch_has_kernel_for_dispatch_key,
+    dispatch_kernel_for_dispatch_key_is_fallthrough,
+    dispatch_key_name,
+)
 
 __all__ = ["has_kernel", "let_through", "let_through_new", "registrations"]
 
@@ -21,7 +31,7 @@ class _Key:
     """The ops that are let through at one key."""
 
     def __init__(self, key: DispatchKey) -> None:
-        self.key, self.name = key, torch._C._dispatch_key_name(key)
+        self.key, self.name = key, dispatch_key_name(key)
         self.libraries: dict[str, torch.library.Library] = {}
         self.ops: set[str] = set()
         self.seen: set[str] = set()
@@ -31,7 +41,7 @@ class _Key:
         """Let those through that have no kernel."""
         for op in ops:
             self.seen.add(op)
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(op, self.key):
+            if not dispatch_has_kernel_for_dispatch_key(op, self.key):
                 self._put(op)
 
     def _put(self, op: str) -> None:
@@ -51,7 +61,7 @@ class _Key:
 
     def is_only_let_through(self, op: str) -> bool:
         """Tell whether an op has no kernel here."""
-        return op in self.ops and torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(op, self.key)
+        return op in self.ops and dispatch_kernel_for_dispatch_key_is_fallthrough(op, self.key)
 
 
 _keys: dict[str, _Key] = {}
@@ -59,11 +69,11 @@ _keys: dict[str, _Key] = {}
 
 def let_through(key: DispatchKey) -> None:
     """Let every op through that has no kernel at an Autocast key, later ones too, unless the key has a fallback."""
-    name = torch._C._dispatch_key_name(key)
-    if name in _keys or torch._C._dispatch_has_backend_fallback(key):
+    name = dispatch_key_name(key)
+    if name in _keys or dispatch_has_backend_fallback(key):
         return
     found = _Key(key)
-    found.take(torch._C._dispatch_get_all_op_names())
+    found.take(dispatch_get_all_op_names())
     found.warn_once()
     _keys[name] = found
     _watch_namespaces()
@@ -72,16 +82,16 @@ def let_through(key: DispatchKey) -> None:
 def let_through_new(op: str | None = None) -> None:
     """Let through what has been defined since: one op, or, by default, whichever there are."""
     for key in list(_keys.values()):
-        if torch._C._dispatch_has_backend_fallback(key.key):  # of a vendor's library that was loaded since
+        if dispatch_has_backend_fallback(key.key):  # of a vendor's library that was loaded since
             continue
         # No lock: a module may look for its ops while it is imported. Two threads may do the same, to no harm.
-        key.take([op] if op is not None else set(torch._C._dispatch_get_all_op_names()) - key.seen)
+        key.take([op] if op is not None else set(dispatch_get_all_op_names()) - key.seen)
 
 
 @functools.cache
 def _watch_namespaces() -> None:
     """Look for new ops where ``torch.ops.<namespace>.<op>`` is first asked for: C++ libraries tell nobody of theirs."""
-    namespace: Any = torch._ops._OpNamespace
+    namespace: Any = OpNamespace
     original: Callable[[Any, str], Any] = namespace.__getattr__
 
     @functools.wraps(original)
@@ -107,14 +117,14 @@ def has_kernel(op: str, key: DispatchKey) -> bool:
         >>> has_kernel("aten::mm", autocast_key("AutocastCPU")), has_kernel("aten::relu", autocast_key("AutocastCPU"))
         (True, False)
     """
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(op, key):
+    if not dispatch_has_kernel_for_dispatch_key(op, key):
         return False
-    found = _keys.get(torch._C._dispatch_key_name(key)) if _keys else None
+    found = _keys.get(dispatch_key_name(key)) if _keys else None
     return found is None or not found.is_only_let_through(op)
 
 
 def registrations(key_name: str) -> list[str]:
     """Return the ops that have a kernel at an Autocast key."""
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(key_name)
+    names = dispatch_get_registrations_for_dispatch_key(key_name)
     found = _keys.get(key_name)
     return names if found is None else [name for name in names if not found.is_only_let_through(name)]

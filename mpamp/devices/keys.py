@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-from torch._C import DispatchKey
-
 from ..errors import OpTableError
+from ..torch_internals import DispatchKey, dispatch_key_name
 
 __all__ = ["autocast_key"]
 
@@ -22,6 +20,6 @@ def autocast_key(name: str) -> DispatchKey:
     """
     for number in range(64):
         key = DispatchKey(number)
-        if torch._C._dispatch_key_name(key) == name:
+        if dispatch_key_name(key) == name:
             return key
     raise OpTableError(f"torch has no dispatch key {name!r}.")

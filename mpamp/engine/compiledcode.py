@@ -12,17 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from ..importing import after_import
+from ..torch_internals import EVAL_FRAME, SET_EVAL_FRAME, begins_compiled_code
 
 __all__ = ["CompiledCalls", "compiled_calls_followed", "is_in_compiled_code"]
 
 Leave = Callable[[], None]
-_MODULE = "torch._dynamo.eval_frame"
-_WRAPPERS = ("compile_wrapper", "_fn")
-"""What torch's versions call the function that ``torch.compile`` gives."""
 
 
 class CompiledCalls:
@@ -62,7 +59,7 @@ def compiled_calls_followed(calls: CompiledCalls) -> Iterator[CompiledCalls]:
         >>> calls.count
         1
     """
-    after_import(_MODULE, _serve)
+    after_import(EVAL_FRAME, _serve)
     _FOLLOWERS.append(calls)
     try:
         yield calls
@@ -89,21 +86,21 @@ class _Entered:
 
 
 def _serve() -> None:
-    module = sys.modules[_MODULE]
-    original = getattr(module, "set_eval_frame", None)
+    module = sys.modules[EVAL_FRAME]
+    original = getattr(module, SET_EVAL_FRAME[0], None)
     if original is None or hasattr(original, "__wrapped__"):
         return  # not torch as it is known: compiled code isn't followed
 
     @functools.wraps(original)
     def set_eval_frame(callback: Any) -> Any:
         if callback is None and _FOLLOWERS and _THREAD.depth == 0:
-            if _is_entry(sys._getframe(1), module):
+            if begins_compiled_code(sys._getframe(1)):
                 return _Entered(original(None), _entered())
         elif type(callback) is _Entered:
             return original(callback.over())
         return original(callback)
 
-    for name in ("set_eval_frame", "_maybe_set_eval_frame"):  # the latter is the same one in some builds
+    for name in SET_EVAL_FRAME:
         if getattr(module, name, None) is original:
             setattr(module, name, set_eval_frame)
 
@@ -112,14 +109,3 @@ def _entered() -> list[Leave]:
     _THREAD.depth = 1
     leaves = [follower.begin() for follower in tuple(_FOLLOWERS)]
     return [leave for leave in reversed(leaves) if leave is not None]
-
-
-def _is_entry(frame: FrameType, module: Any) -> bool:
-    """Tell whether a compiled function begins, rather than one that is left out of compiled code."""
-    if frame.f_code.co_name not in _WRAPPERS:
-        return False
-    known = frame.f_locals
-    context = known.get("self")
-    is_compiled = isinstance(context, module._TorchDynamoContext) and not isinstance(context, module.DisableContext)
-    stance = getattr(getattr(module, "_stance", None), "stance", None)
-    return is_compiled and "prior" not in known and stance != "force_eager"

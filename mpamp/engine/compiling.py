@@ -7,10 +7,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch._C._dynamo import eval_frame
-from torch.utils import _pytree
 
 from ..rules.optable import OpTable
+from ..torch_internals import (
+    FrameAction,
+    FrameExecStrategy,
+    PreDispatchTorchFunctionMode,
+    get_current_function_mode_stack,
+    is_torch_function_mode_enabled,
+    register_constant,
+    set_code_exec_strategy,
+)
 
 __all__ = [
     "Contexts",
@@ -28,11 +35,11 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 Contexts = tuple[tuple[str, torch.dtype, bool], ...]
 """Regions of ``torch.autocast``: a device type, dtype and whether it is enabled, each."""
-_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+_SKIP = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
 
-_STEP_OVER = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+_STEP_OVER = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
 
-_pytree.register_constant(OpTable)  # else Dynamo in torch 2.8 can't hand one to what it runs
+register_constant(OpTable)  # else Dynamo in torch 2.8 can't hand one to what it runs
 
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -45,11 +52,10 @@ def is_compiling() -> bool:
 
 def is_exporting() -> bool:
     """Tell whether export runs this thread's program to trace it; torch's own flag is the process's."""
-    if not torch._C._is_torch_function_mode_enabled():
+    if not is_torch_function_mode_enabled():
         return False
-    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
-    return any(isinstance(m, PreDispatchTorchFunctionMode) for m in torch.overrides._get_current_function_mode_stack())
+    return any(isinstance(m, PreDispatchTorchFunctionMode) for m in get_current_function_mode_stack())
 
 
 def run_while_tracing(function: F) -> F:
@@ -67,13 +73,13 @@ def left_out(function: F) -> F:
 
 def left_out_by_itself(function: F) -> F:
     """Have Dynamo trace ``function`` only where compiled code calls it, not where the eager part of a program does."""
-    eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    set_code_exec_strategy(function.__code__, _SKIP)
     return function
 
 
 def stepped_over(function: F) -> F:
     """Have Dynamo trace ``function`` only where compiled code calls it; what it calls is compiled either way."""
-    eval_frame.set_code_exec_strategy(function.__code__, _STEP_OVER)
+    set_code_exec_strategy(function.__code__, _STEP_OVER)
     return function
 
 

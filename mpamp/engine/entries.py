@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import RegionError
+from ..torch_internals import dispatch_tls_is_dispatch_key_excluded, dispatch_tls_set_dispatch_key_excluded
 from .marks import Change, set_dtype
 from .scope import MARK, THREAD
 
 __all__ = ["Entry", "Restoring", "before", "enter", "leave"]
 
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_is_excluded = dispatch_tls_is_dispatch_key_excluded
+_set_excluded = dispatch_tls_set_dispatch_key_excluded
 _get_dtype = torch.get_autocast_dtype
 _get_cache = torch.is_autocast_cache_enabled
 _set_cache = torch.set_autocast_cache_enabled

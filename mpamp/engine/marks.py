@@ -21,13 +21,18 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch._C import DispatchKey
 
 from ..devices.keys import autocast_key
 from ..devices.listeners import LISTENERS
 from ..errors import MpampWarning, RegionError
 from ..locks import LOCK
 from ..rules.optable import OpTable
+from ..torch_internals import (
+    DispatchKey,
+    dispatch_tls_is_dispatch_key_excluded,
+    dispatch_tls_set_dispatch_key_excluded,
+    reset_dynamo,
+)
 
 __all__ = [
     "DEFAULT_MARK",
@@ -52,8 +57,8 @@ Tables = frozenset[tuple[str, OpTable]]
 State = tuple["torch.dtype | None", ...]
 """Each carrier's autocast dtype, None where it is off."""
 
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_is_excluded = dispatch_tls_is_dispatch_key_excluded
+_set_excluded = dispatch_tls_set_dispatch_key_excluded
 _get_dtype = torch.get_autocast_dtype
 set_dtype = torch.set_autocast_dtype
 """torch's own, by which changes are told apart: others may stand at its name later."""
@@ -223,9 +228,7 @@ def marks_in_use() -> list[Mark]:
 def forget_compiled_code() -> None:
     """Have Dynamo compile everything anew."""
     _in_programs.clear()
-    reset = getattr(sys.modules.get("torch._dynamo"), "reset", None)
-    if reset is not None:  # else it isn't there, or another thread is importing it: then nothing is compiled
-        reset()
+    reset_dynamo()
 
 
 # -- In torch's state --------------------------------------------------------------------------------

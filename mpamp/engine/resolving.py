@@ -13,19 +13,29 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch._C import _TorchDispatchModeKey as ModeKey
 
 from ..devices.registry import DEVICES, DeviceState
 from ..rules.optable import OpTable
 from ..rules.policy import CastPolicy
+from ..torch_internals import (
+    CachedTorchDispatchMode,
+    CachingTorchDispatchMode,
+    FakeTensorMode,
+    FunctionalTensorMode,
+    ProxyTorchDispatchMode,
+    current_autograd_node,
+    get_current_dispatch_mode_stack,
+    get_dispatch_mode,
+)
+from ..torch_internals import TorchDispatchModeKey as ModeKey
 from .marks import NO_MARK, Mark, read_mark
 from .scope import MARK, PLAIN, THREAD, Scope, Scopes, graph_task, mode_depth
 
 __all__ = ["mark_here", "resolve", "scopes_here"]
 
-_node = torch._C._current_autograd_node
+_node = current_autograd_node
 _get_cache = torch.is_autocast_cache_enabled
-_get_mode = torch._C._get_dispatch_mode
+_get_mode = get_dispatch_mode
 
 
 class _RunAsCalled(dict["torch.dtype", "_RunAsCalled"]):
@@ -92,16 +102,11 @@ def scopes_here() -> Scopes:
 
 def _may_cache() -> bool:
     """Tell whether the dispatch modes on the stack see every run of a program, not just one of it."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    return not any(isinstance(mode, _modes_that_replay()) for mode in _get_current_dispatch_mode_stack())
+    return not any(isinstance(mode, _modes_that_replay()) for mode in get_current_dispatch_mode_stack())
 
 
 def _modes_that_replay() -> tuple[type, ...]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
-    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-    from torch.utils import checkpoint
 
-    policies = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+    policies = (CachingTorchDispatchMode, CachedTorchDispatchMode)
     return (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode, *policies)

@@ -6,17 +6,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ..plugins.leftovers import watch_regions
 from ..rules.optable import OpTable
+from ..torch_internals import current_graph_task_id, len_torch_dispatch_stack
 from .casts.cache import REGION_CACHE, CastCache
 from .marks import DEFAULT_MARK, NO_MARK, Mark
 
 __all__ = ["MARK", "PLAIN", "THREAD", "Scope", "Scopes", "ThreadState", "graph_task", "mode_depth"]
 
-graph_task = torch._C._current_graph_task_id
-mode_depth = torch._C._len_torch_dispatch_stack
+graph_task = current_graph_task_id
+mode_depth = len_torch_dispatch_stack
 
 _NEVER = -2
 

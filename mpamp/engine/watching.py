@@ -15,9 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch._C import _TorchDispatchModeKey as ModeKey
-from torch._guards import TracingContext
-from torch._ops import OpOverload
 
 from ..devices.fallthroughs import has_kernel
 from ..devices.registry import devices_in_use
@@ -25,6 +22,24 @@ from ..errors import MpampError
 from ..locks import Rank, made
 from ..probing import outside
 from ..rules.eligibility import find_overload, overload_name
+from ..torch_internals import (
+    DisableTorchFunction,
+    DispatchKey,
+    DispatchKeySet,
+    OpOverload,
+    TracingContext,
+    dispatch_get_all_op_names,
+    dispatch_has_kernel_for_dispatch_key,
+    dispatch_key_name,
+    dispatch_key_parse,
+    dispatch_keyset_full_after,
+    dispatch_tls_is_dispatch_key_included,
+    dispatch_tls_set_dispatch_key_included,
+    get_dispatch_mode,
+    higher_order_ops,
+    maybe_current_level,
+)
+from ..torch_internals import TorchDispatchModeKey as ModeKey
 from .compiledcode import CompiledCalls, compiled_calls_followed, is_in_compiled_code
 from .resolving import resolve
 
@@ -36,23 +51,19 @@ Around = Callable[[OpOverload, "tuple[Any, ...]", "dict[str, Any]", Run], Any]
 
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 """The one key above autocast and autograd that torch gives no meaning: no tensor has it, and no mode of torch's."""
-_KEY = torch._C._dispatch_key_parse(_KEY_NAME)
+_KEY = dispatch_key_parse(_KEY_NAME)
 _UNSEEN = frozenset({"aten::alias", "aten::detach", "aten::empty.memory_format", "aten::lift_fresh", "aten::to.device"})
 """What torch makes a Python object of a class from (a Parameter, a FakeTensor, a subclass): it must not have one yet.
 
 What they are made of is seen.
 """
-_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+_BELOW = dispatch_keyset_full_after(_KEY)
 _AUTOCAST = functools.reduce(
     operator.or_,
-    (
-        torch._C.DispatchKeySet(key)
-        for key in map(torch._C.DispatchKey, range(64))
-        if torch._C._dispatch_key_name(key).startswith("Autocast")
-    ),
+    (DispatchKeySet(key) for key in map(DispatchKey, range(64)) if dispatch_key_name(key).startswith("Autocast")),
 )
-_set_included = torch._C._dispatch_tls_set_dispatch_key_included
-_get_mode = torch._C._get_dispatch_mode
+_set_included = dispatch_tls_set_dispatch_key_included
+_get_mode = get_dispatch_mode
 
 
 class _Watcher:
@@ -70,7 +81,7 @@ def _serve_all_ops() -> None:
 
     One by one: torch can't call a fallback in Python while a dispatch mode, or a tensor that has one, is about.
     """
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
         if name in _Watcher.served or namespace == "prim":
             continue
@@ -82,7 +93,7 @@ def _serve_all_ops() -> None:
             kernel = torch.library.fallthrough_kernel if name in _UNSEEN else _kernel(name, op)
             library.m.impl(rest, _KEY_NAME, kernel, name not in _UNSEEN)  # type: ignore[union-attr]
         _Watcher.served.add(name)
-    for higher_order in torch._ops._higher_order_ops.values():  # flex_attention, cond: what they call is seen
+    for higher_order in higher_order_ops.values():  # flex_attention, cond: what they call is seen
         higher_order.fallthrough(_KEY)
 
 
@@ -127,7 +138,7 @@ def watch_calls(around: Around, give_way: Callable[[], None] | None = None) -> I
 
 def _step_aside() -> Callable[[], None]:
     """Have compiled code run unseen on this thread; its guards know of the key."""
-    around, was_included = _Watcher.around, torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+    around, was_included = _Watcher.around, dispatch_tls_is_dispatch_key_included(_KEY)
     _set_included(_KEY, False)
 
     def come_back() -> None:
@@ -140,7 +151,7 @@ def _step_aside() -> Callable[[], None]:
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """Run torch's ops as outside of every region, mode, transform and graph, unseen by the watcher."""
-    with outside(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with outside(), DisableTorchFunction(), torch.no_grad():
         yield
 
 
@@ -174,7 +185,7 @@ def _call(op: OpOverload, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
         is_number = not isinstance(result, torch.Tensor) and [str(r.type) for r in op._schema.returns] == ["Tensor"]
         return wrap(result) if is_number else result  # an op that gives its argument back, as TorchScript's casts do
 
-    if around is None or torch._C._functorch.maybe_current_level() is not None or _is_traced():
+    if around is None or maybe_current_level() is not None or _is_traced():
         return run()
     return around(op, args, kwargs, run)
 
@@ -188,7 +199,7 @@ def _is_traced() -> bool:
 
 @functools.cache
 def _is_composite(op: OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+    return dispatch_has_kernel_for_dispatch_key(op.name(), DispatchKey.CompositeImplicitAutograd)
 
 
 def _has_autocast_kernel(op: OpOverload, keys: Any) -> bool:

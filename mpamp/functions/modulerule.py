@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from ..devices.registry import devices_in_use
 from ..devices.state import DeviceState
@@ -25,6 +24,7 @@ from ..engine.scope import THREAD, Scope, graph_task, mode_depth
 from ..regions.programs import contexts_of, surrounding
 from ..regions.region import Region, autocast
 from ..rules.optable import ANY_DEVICE, OpTable
+from ..torch_internals import register_constant
 from .containers import map_tensors
 
 __all__ = ["SOURCE", "ModuleRule", "run_by"]
@@ -47,7 +47,7 @@ class ModuleRule:
         return "False" if self.ops is None else "{" + ", ".join(f"{op}: {row}" for op, row in self.ops.items()) + "}"
 
 
-_pytree.register_constant(ModuleRule)
+register_constant(ModuleRule)
 
 
 @dataclass(frozen=True, slots=True)

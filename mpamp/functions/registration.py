@@ -14,6 +14,7 @@ from ..errors import OpTableError, nearest
 from ..locks import turn
 from ..rules.optable import OpTable
 from ..rules.policy import CastPolicy
+from ..torch_internals import OpOverload
 from .annotated import casting
 from .boundcast import BoundCast
 from .containers import is_container
@@ -241,7 +242,7 @@ def unregister_op(op: Any, device: str | torch.device | None = None) -> None:
 
 
 def _op_name(op: Any) -> str:
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return f"{op._schema.name}.{op._schema.overload_name or 'default'}"
     for candidate in (op, getattr(op, "_qualified_op_name", None), getattr(op, "_qualname", None)):
         if isinstance(candidate, str):

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..engine.compiling import stepped_over
+from ..torch_internals import REPLICATE
 from .modulerule import ModuleRule, run_by
 
 __all__ = ["Layers", "RuledForward", "put_rule", "take_rules"]
@@ -92,7 +93,7 @@ def take_rules(forward: RuledForward, key: str) -> None:
 @functools.cache
 def _serve_replicas() -> None:
     """Have DataParallel's replicas run their own forward: their attributes are the module's."""
-    replicate: Any = nn.Module._replicate_for_data_parallel
+    replicate: Any = getattr(*REPLICATE)
 
     @functools.wraps(replicate)
     def wrapper(self: nn.Module) -> Any:
@@ -102,4 +103,4 @@ def _serve_replicas() -> None:
             replica.__dict__["forward"] = forward.of(replica)
         return replica
 
-    nn.Module._replicate_for_data_parallel = wrapper  # type: ignore[method-assign]
+    setattr(*REPLICATE, wrapper)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..engine.compiling import run_while_tracing
+from ..torch_internals import FUNCTION_APPLY, are_functorch_transforms_active, restart_analysis
 
 __all__ = ["SetupLink", "watch", "watch_while_tracing"]
 
@@ -75,20 +76,16 @@ class SetupLink:
         return True
 
 
-_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-"""What calls forward, and knows the Function; None where that is C++ and has no frame, as from torch 2.14 on."""
-
-
 def watch(key: int) -> bool:
     """Wrap the ``setup_context`` of the Function whose ``apply`` calls the forward of the link of that key.
 
     Tell whether there is one. It costs the same however many Functions there are, but where no frame knows which it is,
     and in functorch's transforms, which call the forward for Functions that they generate.
     """
-    if _APPLY is None or torch._C._are_functorch_transforms_active():
+    if FUNCTION_APPLY is None or are_functorch_transforms_active():
         return _links[key].watch()
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame is not None and frame.f_code is not FUNCTION_APPLY:
         frame = frame.f_back
     return frame is not None and _links[key].watch_one(frame.f_locals["cls"])
 
@@ -98,9 +95,7 @@ def watch_while_tracing(key: int) -> None:
     """Have the link of that key watch its Functions while Dynamo is tracing its forward."""
     _links[key].watch()
     if _links[key].is_new:  # Dynamo has read setup_context already
-        from torch._dynamo.exc import RestartAnalysis
-
-        raise RestartAnalysis(restart_reason="mpamp has found the setup_context of a decorated forward")
+        raise restart_analysis("mpamp has found the setup_context of a decorated forward")
 
 
 def _subclasses(cls: type) -> list[type]:

@@ -8,12 +8,12 @@ from time import perf_counter_ns
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ..devices.registry import device_state
 from ..engine.watching import Run, watch_calls
 from ..errors import MpampError
 from ..rules.eligibility import overload_name
+from ..torch_internals import OpOverload
 from .overflow_measures import floats_in
 from .recording import Recorder
 

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 from ..engine.watching import Run, watch_calls
 from ..errors import MpampError
@@ -17,6 +16,7 @@ from ..functions.module_rules import module_rules
 from ..regions.region import autocast
 from ..rules.eligibility import overload_name
 from ..rules.optable import OpTable
+from ..torch_internals import OpOverload
 from .overflow_measures import floats_in
 from .places import module_frame
 from .records import name_of, short_name

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from ..torch_internals import OpOverload
 from .overflow_measures import Identities, Measures, floats_in, plain_of
 
 __all__ = ["Given", "Loss", "LostGradients"]

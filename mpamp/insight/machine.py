@@ -11,6 +11,7 @@ from ..devices.registry import DeviceState, device_state
 from ..engine import needs_kernel
 from ..errors import MpampError
 from ..plugins.backend import Backend
+from ..torch_internals import get_kernel
 from .records import name_of
 
 __all__ = ["describe_device", "describe_engine"]
@@ -69,5 +70,5 @@ def describe_engine(device_type: str) -> dict[str, Any] | None:
         "device": device_type,
         "mpamp_kernels": len(ours),
         "torch_kernels": len(set(device.table) - set(ours)),
-        "keeps_torch_kernels": hasattr(torch.library, "get_kernel"),
+        "keeps_torch_kernels": get_kernel is not None,
     }

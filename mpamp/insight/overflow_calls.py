@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ..engine.watching import Run, unwatched
 from ..rules.eligibility import overload_name
+from ..torch_internals import OpOverload, current_autograd_node
 from .frames import Frame, frame_of
 from .lost_gradients import Given, Loss, LostGradients
 from .module_paths import ModulePaths
@@ -209,7 +209,7 @@ class Recorder:
         self.calls.append(call)
 
     def _call(self, name: str, inputs: list[Seen], named: list[tuple[str, Any]]) -> OpCall:
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         call = OpCall(name, tuple(self._stack.calls), self.paths.here(), inputs)
         call.has_given_infinity = any(isinstance(v, float) and not math.isfinite(v) for _, v in named)
         if node is not None:
@@ -282,7 +282,7 @@ class Recorder:
 
 def _makes_gradient() -> bool:
     """Tell whether a call makes a gradient, and is not part of a recompute or of a graph of gradients."""
-    return torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
+    return current_autograd_node() is not None and not torch.is_grad_enabled()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..scaler.gradients import local_part, values_of
 from ..scaler.kernels import is_on_host
+from ..torch_internals import is_functorch_wrapped_tensor
 
 __all__ = ["Identities", "Measures", "Range", "floats_in", "plain_of", "range_of"]
 
@@ -93,7 +94,7 @@ def range_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def plain_of(tensor: Tensor) -> Tensor | None:
     """Return the tensor whose values a tensor has: this rank's of a DTensor; None where there are none to look at."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_functorch_wrapped_tensor(tensor):
         return None
     plain = local_part(tensor)
     has_dispatch = type(plain).__torch_dispatch__ is not Tensor.__torch_dispatch__

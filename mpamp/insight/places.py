@@ -17,6 +17,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 
 from ..engine.casts.cache import storage_of
+from ..torch_internals import call_impl
 from .origins import Facts
 
 __all__ = ["Places"]
@@ -24,7 +25,7 @@ __all__ = ["Places"]
 Module = torch.nn.Module
 _LOCAL = re.compile(r"^L\['\w+'\]\.?")
 """What a compiler calls the variable that a model is in."""
-_CALL = Module._call_impl.__code__
+_CALL = call_impl.__code__
 
 
 class Places:

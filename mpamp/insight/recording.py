@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch._C import _TorchDispatchModeKey as ModeKey
 
 from ..engine import Call
 from ..locks import Rank, made
+from ..torch_internals import DisableTorchFunctionSubclass, get_dispatch_mode
+from ..torch_internals import TorchDispatchModeKey as ModeKey
 from .faults import Faults
 from .places import Places, compiled_place
 from .records import CAST, OpUse, Phase, bytes_of, name_of, results_of
 
 __all__ = ["Recorder"]
 
-_get_mode = torch._C._get_dispatch_mode
+_get_mode = get_dispatch_mode
 _Key = tuple[Any, ...]
 
 
@@ -46,7 +47,7 @@ class Recorder:
             if not is_written or phase == "backward":
                 return  # a compiler's first look, or a backward pass, where ops run as they are called
             phase = "compiled"
-        with torch._C.DisableTorchFunctionSubclass(), self._lock:
+        with DisableTorchFunctionSubclass(), self._lock:
             self._add(call, phase)
 
     def _add(self, call: Call, phase: Phase) -> None:
@@ -74,7 +75,7 @@ class Recorder:
 
     def add_as_called(self, op: str, given: list[torch.Tensor], made: list[torch.Tensor], ns: int) -> None:
         """Take down a call that ran without autocast; its region is said to be of the dtype that it was called in."""
-        with torch._C.DisableTorchFunctionSubclass(), self._lock:
+        with DisableTorchFunctionSubclass(), self._lock:
             dtypes = tuple([t.dtype for t in given]), tuple([t.dtype for t in made])
             key = (op, self.places.here()[0], "forward", given[0].device.type, given[0].dtype, None, "", *dtypes)
             tally = self._tallies.setdefault(key, _Tally())

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from ..functions.module_rules import module_rules
 from ..regions.region import autocast
+from ..torch_internals import tree_map_only
 from .frames import table_on
 from .overflow_measures import floats_in
 
@@ -60,7 +60,7 @@ class RepeatedStep:
         scale: float,
     ) -> None:
         self.model, self._loss, self._device, self._region, self._scale = model, loss, device, region, scale
-        self.inputs = _pytree.tree_map_only(Tensor, _copied, (inputs, kwargs))
+        self.inputs = tree_map_only(Tensor, _copied, (inputs, kwargs))
         self._before = _State(model, device)
 
     @contextlib.contextmanager
@@ -80,7 +80,7 @@ class RepeatedStep:
             see: Called with the loss.
         """
         self._before.put_back()
-        inputs, kwargs = _pytree.tree_map_only(Tensor, _copied, self.inputs)
+        inputs, kwargs = tree_map_only(Tensor, _copied, self.inputs)
         params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         with self._region or contextlib.nullcontext(), self._changed(change):
             output = self.model(*inputs, **kwargs)

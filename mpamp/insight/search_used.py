@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from ..engine.watching import Run
 from ..rules.eligibility import overload_name
+from ..torch_internals import OpOverload, current_autograd_node
 from .frames import Frame, deciding, frame_of
 from .module_paths import ModulePaths
 from .overflow_measures import floats_in
@@ -36,7 +36,7 @@ class UsedOps:
         self._count = 0
 
     def __call__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
-        if torch._C._current_autograd_node() is not None:  # backward passes go by what the forward ran in
+        if current_autograd_node() is not None:  # backward passes go by what the forward ran in
             return run()
         name = overload_name(op)
         self._count += 1

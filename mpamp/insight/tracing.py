@@ -16,6 +16,7 @@ import torch
 
 from ..devices.registry import devices_in_use
 from ..engine import Observation, observe
+from ..torch_internals import DYNAMO
 from .as_called import listed_as_called
 from .difference import TraceDiff, diff
 from .dtype_errors import explain_error
@@ -120,7 +121,7 @@ class Trace:
             "Casts that gradients go through on their way back: autograd's, one for each cast that has a gradient.",
             TORCH_REGIONS,
         ]
-        if "torch._dynamo" in sys.modules:
+        if DYNAMO in sys.modules:
             found.append(
                 "Runs of compiled code; what was compiled while the trace was open is listed once a graph, as compiled."
             )

@@ -7,6 +7,7 @@ import torch
 from ..engine import Call, Cast
 from ..engine.casts.cache import last_drop, storage_of
 from ..engine.casts.weights import REWRITTEN
+from ..torch_internals import peek_interpreter_stack
 from .origins import Facts
 from .places import Places
 from .records import TINY, Fault, Faulty, bytes_of, name_of, short_name
@@ -26,7 +27,7 @@ class Weights:
 
     def look(self, call: Call, module: torch.nn.Module | None) -> Faulty:
         """Return the faults of a call, and the bytes that each moved."""
-        if call.task != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+        if call.task != -1 or peek_interpreter_stack() is not None:
             return []  # recomputes and torch.func's transforms make casts of their own
         found: Faulty = []
         for cast in call.casts:

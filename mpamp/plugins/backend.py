@@ -9,6 +9,7 @@ import torch
 
 from ..oplists import table_names
 from ..rules.optable import OpTable
+from ..torch_internals import dispatch_has_kernel_for_dispatch_key, dispatch_key_for_device
 
 __all__ = ["Backend", "TorchNativeBackend"]
 
@@ -98,10 +99,10 @@ class Backend:
         Where one for gradient scaling is missing, ordinary ops do its work.
         """
         try:
-            key = torch._C._dispatch_key_for_device(self.device_type)
+            key = dispatch_key_for_device(self.device_type)
         except RuntimeError:  # torch doesn't know the device yet
             return False
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op, key))
+        return bool(dispatch_has_kernel_for_dispatch_key(op, key))
 
     def read_later(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
         """Start to copy a small tensor to the host without waiting; return what gives the copy once it is there."""

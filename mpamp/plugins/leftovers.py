@@ -8,9 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 
 from ..errors import RegionError
+from ..torch_internals import (
+    DispatchKey,
+    dispatch_key_name,
+    dispatch_tls_is_dispatch_key_excluded,
+    dispatch_tls_set_dispatch_key_excluded,
+)
 
 __all__ = ["no_region_left", "watch_regions"]
 
@@ -25,7 +30,7 @@ def watch_regions(opened: Callable[[], list[Any]]) -> None:
 @functools.cache
 def _autocast_keys() -> list[DispatchKey]:
     keys = [DispatchKey(number) for number in range(64)]
-    return [key for key in keys if torch._C._dispatch_key_name(key).startswith("Autocast")]
+    return [key for key in keys if dispatch_key_name(key).startswith("Autocast")]
 
 
 @contextlib.contextmanager
@@ -35,7 +40,7 @@ def no_region_left() -> Iterator[None]:
     Raises:
         RegionError: What ran inside raised nothing, but left a region open.
     """
-    is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    is_excluded = dispatch_tls_is_dispatch_key_excluded
     entries = _open_regions[0]()
     depth, keys = len(entries), {key: is_excluded(key) for key in _autocast_keys()}
     cache = torch.is_autocast_cache_enabled()
@@ -49,7 +54,7 @@ def no_region_left() -> Iterator[None]:
         for key, was_excluded in keys.items():
             if is_excluded(key) is not was_excluded:
                 is_left = True
-                torch._C._dispatch_tls_set_dispatch_key_excluded(key, was_excluded)
+                dispatch_tls_set_dispatch_key_excluded(key, was_excluded)
         torch.set_autocast_cache_enabled(cache)
     if is_left:
         raise RegionError("it left an autocast region open, or torch's autocast on.")

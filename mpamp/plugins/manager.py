@@ -23,6 +23,7 @@ import torch
 from ..errors import MpampError, MpampWarning, PluginConflictError, PluginLoadError, UnknownDeviceError, nearest, shown
 from ..locks import turn
 from ..rules.optable import OpTable
+from ..torch_internals import get_privateuse1_backend_name
 from . import found as _found
 from . import hookspecs
 from .backend import Backend, TorchNativeBackend
@@ -406,7 +407,7 @@ def _call(impl: pluggy.HookImpl, **arguments: Any) -> Any:
 def _autocast_key_name(device_type: str) -> str | None:
     if not is_device_type(device_type) or not torch.amp.is_autocast_available(device_type):
         return None
-    if device_type == torch._C._get_privateuse1_backend_name():
+    if device_type == get_privateuse1_backend_name():
         return "AutocastPrivateUse1"
     return f"Autocast{device_type.upper()}"
 

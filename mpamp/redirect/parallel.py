@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import comm, scatter_gather
 
 from ..errors import RedirectError
+from ..torch_internals import AVAILABLE_DEVICE_TYPE, BatchNorm
 from .patches import Patches
 from .refusals import refused
 from .target import Target
@@ -104,7 +105,7 @@ def _redirect_replicas(patches: Patches, target: Target) -> None:
         return module(*inputs, **(module_kwargs or {}))
 
     module = importlib.import_module("torch.nn.parallel.data_parallel")  # the package has a function of that name
-    patches.put(module, "_get_available_device_type", lambda: None)  # DataParallel then calls its module
+    patches.put(*AVAILABLE_DEVICE_TYPE, lambda: None)  # DataParallel then calls its module
     for owner in (torch.nn.parallel, module):
         patches.wrap(owner, "data_parallel", lambda _: data_parallel_)
         patches.wrap(owner, "replicate", lambda _: refused("torch.nn.parallel.replicate", target.device))
@@ -169,7 +170,7 @@ def _synchronized(original: Callable[..., Any], target: Target) -> Callable[...,
         if not needs_others or not target.is_here(input):
             return original(self, input)
         if torch.distributed.get_world_size(self.process_group) == 1:
-            return torch.nn.modules.batchnorm._BatchNorm.forward(self, input)
+            return BatchNorm.forward(self, input)
         raise RedirectError(
             f"torch.nn.SyncBatchNorm of several processes doesn't run on {str(target.device)!r}. "
             "Use apex.parallel.convert_syncbn_model, which mpamp serves on every device."

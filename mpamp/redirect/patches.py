@@ -7,9 +7,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from torch.jit import _builtins
-
 from .. import patching
+from ..torch_internals import get_builtin_table
 
 __all__ = ["Patches", "wrapped"]
 
@@ -29,7 +28,7 @@ class Patches(patching.Patches):
     def __init__(self) -> None:
         super().__init__()
         self._scripted: list[Any] = []
-        self._ops: dict[int, str] = _builtins._get_builtin_table()  # made here, of functions that are torch's own
+        self._ops: dict[int, str] = get_builtin_table()  # made here, of functions that are torch's own
 
     def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace a function by what ``make`` returns for it, if the owner has it: versions of torch differ."""

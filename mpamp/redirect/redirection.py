@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from ..errors import RedirectError
 from ..locks import Rank, made
 from ..plugins.manager import is_device_type, manager
+from ..torch_internals import forget_traced_names
 from .autocasting import redirect_autocast, serve_regions
 from .namespaces import redirect_namespaces
 from .parallel import redirect_parallel
@@ -39,7 +39,7 @@ class _Redirection:
             ):
                 replace(self.patches, self.target)
             serve_regions(self.target, is_on=True)
-            _forget_names()
+            forget_traced_names()
         except BaseException:
             self.end()
             raise
@@ -47,14 +47,7 @@ class _Redirection:
     def end(self) -> None:
         serve_regions(self.target, is_on=False)
         self.patches.undo()
-        _forget_names()
-
-
-def _forget_names() -> None:
-    """Have Dynamo, where it has been imported, look up again which function each name of torch's is."""
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    if rules is not None:
-        rules.clear_lru_cache()
+        forget_traced_names()
 
 
 _lock = made(Rank.INSTALLING)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..importing import after_import
+from ..torch_internals import SYNC_BATCH_NORM_HANDLE
 from .patches import Patches
 from .refusals import refused
 from .target import Target
@@ -29,11 +30,10 @@ def redirect_sharding(patches: Patches, target: Target) -> None:
     patches.wrap(DeviceMesh, "__init__", lambda original: _of_type(original, target))
     if not target.is_accelerator:
         # Of one process the layer runs here; of several it says what to use when it is called.
-        ddp = torch.nn.parallel.DistributedDataParallel
         patches.wrap(
             torch.distributed, "split_group", lambda _: refused("torch.distributed.split_group", target.device)
         )
-        patches.wrap(ddp, "_passing_sync_batchnorm_handle", lambda _: lambda self, module: None)
+        patches.wrap(*SYNC_BATCH_NORM_HANDLE, lambda _: lambda self, module: None)
 
     def shard() -> None:
         if patches:  # FSDP is much to import, and may be imported after all is over

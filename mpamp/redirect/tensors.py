@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _device as default_devices
 
+from ..torch_internals import StorageBase, device_constructors, device_context
 from .classes import stand_in
 from .patches import Patches
 from .target import Target
@@ -28,7 +28,7 @@ def redirect_tensors(patches: Patches, target: Target) -> None:
         patches.wrap(torch.Tensor, name, lambda original: _with_device(original, target))
     for owner in (torch.Tensor, torch.nn.Module, torch.nn.utils.rnn.PackedSequence):
         patches.wrap(owner, "to", lambda original: _with_first(original, target, 1))
-    patches.wrap(torch.storage._StorageBase, "to", lambda original: _with_device(original, target))
+    patches.wrap(StorageBase, "to", lambda original: _with_device(original, target))
     for name in target.absent:
         _redirect_moves(patches, target, name)
     _redirect_types(patches, target)
@@ -40,7 +40,7 @@ def redirect_tensors(patches: Patches, target: Target) -> None:
 
 def _factories() -> Iterator[tuple[Any, str]]:
     # torch asks this function which of its own make tensors, and remembers: it must see them before they are replaced.
-    makers = default_devices._device_constructors()
+    makers = device_constructors()
     for owner in (torch, torch.fft, torch.nested):
         yield from ((owner, name) for name, value in list(vars(owner).items()) if _is_one_of(value, makers))
     known = {name for name, value in vars(torch).items() if _is_one_of(value, makers)}
@@ -95,7 +95,7 @@ def _redirect_moves(patches: Patches, target: Target, name: str) -> None:
     patches.wrap(torch.Tensor, name, lambda _: move)
     patches.wrap(torch.nn.Module, name, lambda _: move_module)
     patches.wrap(torch.nn.utils.rnn.PackedSequence, name, lambda _: move)
-    patches.wrap(torch.storage._StorageBase, name, lambda _: move_storage)
+    patches.wrap(StorageBase, name, lambda _: move_storage)
     if name == target.absent[0] and hasattr(torch.Tensor, f"is_{name}"):  # the one that says it is available
         patches.put(torch.Tensor, f"is_{name}", property(target.is_here))
 
@@ -152,7 +152,7 @@ def _redirect_defaults(patches: Patches, target: Target) -> None:
     patches.put(torch, "device", stand_in(torch.device, device))
     patches.put(torch, "Generator", stand_in(torch.Generator, generator))
     patches.wrap(torch, "set_default_device", lambda original: lambda device: original(target.present(device)))
-    patches.wrap(default_devices.DeviceContext, "__init__", lambda original: _with_first(original, target, 1))
+    patches.wrap(device_context(), "__init__", lambda original: _with_first(original, target, 1))
 
 
 def _redirect_loading(patches: Patches, target: Target) -> None:

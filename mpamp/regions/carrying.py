@@ -20,13 +20,19 @@ from ..engine.entries import Restoring
 from ..engine.marks import Change, Mark, changes_to, set_dtype
 from ..engine.resolving import mark_here, scopes_here
 from ..engine.scope import MARK, PLAIN, THREAD, Scopes, graph_task
+from ..torch_internals import (
+    CHECKPOINT_GENERATOR,
+    CHECKPOINT_SETTINGS,
+    dispatch_tls_is_dispatch_key_excluded,
+    dispatch_tls_set_dispatch_key_excluded,
+)
 
 __all__ = ["Carried", "carrying", "serve_autograd"]
 
 R = TypeVar("R")
 
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_is_excluded = dispatch_tls_is_dispatch_key_excluded
+_set_excluded = dispatch_tls_set_dispatch_key_excluded
 
 
 class Carried:
@@ -81,10 +87,8 @@ def serve_autograd() -> None:
     BackwardCFunction.__init__ = _keep_scopes  # type: ignore[assignment]
     function: Any = checkpoint.CheckpointFunction
     function.forward = staticmethod(_reentrant(function.forward))
-    checkpoint._get_autocast_kwargs = _settings(checkpoint._get_autocast_kwargs)
-    names = [f"_checkpoint_without_reentrant_generator{end}" for end in ("_impl", "")]
-    name = next(name for name in names if hasattr(checkpoint, name))  # from torch 2.14 on the one calls the other
-    original = getattr(checkpoint, name)
+    setattr(*CHECKPOINT_SETTINGS, _settings(getattr(*CHECKPOINT_SETTINGS)))
+    original, name = getattr(*CHECKPOINT_GENERATOR), CHECKPOINT_GENERATOR[1]
     replaced = _without_reentrant(original)
     for module in list(sys.modules.values()):  # others have it by name
         if getattr(module, "__dict__", {}).get(name) is original:

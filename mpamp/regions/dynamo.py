@@ -8,20 +8,27 @@ inside of it.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.utils import _pytree
-
 from ..engine.compiling import Contexts, run_while_tracing
 from ..importing import after_import
+from ..torch_internals import (
+    DYNAMO,
+    SUPPORTED_NODES,
+    attribute_method,
+    constant_variable,
+    context_variable,
+    enter_autocast,
+    equals_match,
+    exit_autocast,
+    register_constant,
+    type_handlers,
+)
 
 __all__ = ["Entered", "is_known_to_dynamo", "serve_dynamo"]
 
 _ATTRIBUTES = ("device_type", "dtype", "enabled", "keeps_casts")
-_amp: Any = torch.amp  # some of its functions are torch's own, and untyped
 _known: list[type] = []
 """What stands for a region, once Dynamo is imported."""
 
@@ -42,18 +49,18 @@ class Entered:
         tx.output.add_cleanup_hook(self._end)  # where no graph comes of it
         for context in contexts:
             # torch's cache is on in them: kernels take it as the sign to look for a mark.
-            self._modes.append(_amp._enter_autocast(*context, True))
-            self._proxies.append(_node(tx, _amp._enter_autocast, (*context, True)))
+            self._modes.append(enter_autocast(*context, True))
+            self._proxies.append(_node(tx, enter_autocast, (*context, True)))
 
     def leave(self, tx: Any) -> None:
         """Leave them, here and in the graph."""
         self._end()
         while self._proxies:
-            _node(tx, _amp._exit_autocast, (self._proxies.pop(),))
+            _node(tx, exit_autocast, (self._proxies.pop(),))
 
     def _end(self) -> None:
         while self._modes:
-            _amp._exit_autocast(self._modes.pop())
+            exit_autocast(self._modes.pop())
 
 
 def _node(tx: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -67,20 +74,18 @@ def serve_dynamo(region: type, contexts_of: Callable[[Any], Contexts]) -> None:
         region: The class; its objects are equal where they mean the same.
         contexts_of: Returns the contexts that stand for one, where it is entered.
     """
-    if region not in _pytree.SUPPORTED_NODES:
-        _pytree.register_constant(region)  # Dynamo guards on such objects by value
-    after_import("torch._dynamo", lambda: _register(region, contexts_of))
+    if region not in SUPPORTED_NODES:
+        register_constant(region)  # Dynamo guards on such objects by value
+    after_import(DYNAMO, lambda: _register(region, contexts_of))
 
 
 def _register(region: type, contexts_of: Callable[[Any], Contexts]) -> None:
-    builder: Any = sys.modules["torch._dynamo.variables.builder"]
     try:
-        places = [builder.VariableBuilder._type_dispatch_impl(flag) for flag in (True, False)]
-        sourceless = builder.SourcelessBuilder._type_handlers
+        places, sourceless = type_handlers()
         variable = _variable(contexts_of)
-    except (AttributeError, TypeError):  # another Dynamo than those known
+    except (AttributeError, ImportError, TypeError):  # another Dynamo than those known
         return
-    guard = builder.GuardBuilder.EQUALS_MATCH
+    guard = equals_match()
 
     def wrap(self: Any, value: Any) -> Any:
         self.install_guards(guard)
@@ -99,8 +104,7 @@ def _same(region: Any) -> Any:
 
 def _variable(contexts_of: Callable[[Any], Contexts]) -> type:
     """Return the class of what stands for a region while Dynamo traces; derived from Dynamo's own, which is big."""
-    variables: Any = sys.modules["torch._dynamo.variables"]
-    base: Any = variables.ContextWrappingVariable
+    base: Any = context_variable()
 
     class RegionVariable(base):  # type: ignore[misc]
         _nonvar_fields = {"region", "entered", *base._nonvar_fields}  # noqa: RUF012
@@ -117,7 +121,7 @@ def _variable(contexts_of: Callable[[Any], Contexts]) -> type:
 
         def exit(self, tx: Any, *args: Any) -> Any:
             self.entered.pop().leave(tx)
-            return variables.ConstantVariable.create(None)
+            return constant_variable(None)
 
         def reconstruct_type(self, codegen: Any) -> None:
             """Load what returns the region when it is called: the code that goes on after a graph break does so."""
@@ -133,9 +137,9 @@ def _variable(contexts_of: Callable[[Any], Contexts]) -> type:
 
         def _attribute(self, tx: Any, name: str) -> Any:
             if name in _ATTRIBUTES:
-                return variables.ConstantVariable.create(getattr(self.region, name))
+                return constant_variable(getattr(self.region, name))
             return getattr(super(), getattr_name)(tx, name)
 
-    getattr_name = "tp_getattro_impl" if hasattr(base, "tp_getattro_impl") else "var_getattr"  # from torch 2.14 on
+    getattr_name = attribute_method(base)
     setattr(RegionVariable, getattr_name, RegionVariable._attribute)
     return RegionVariable

@@ -14,10 +14,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
-from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode, ProxyTorchDispatchMode
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils import _python_dispatch, _pytree
 
 from ..devices.registry import DeviceState, devices_in_use
 from ..engine import is_native
@@ -26,13 +22,31 @@ from ..engine.resolving import resolve
 from ..engine.scope import THREAD
 from ..rules.eligibility import overload_name
 from ..rules.policy import CASTABLE, CastPolicy
+from ..torch_internals import (
+    DisableTorchFunction,
+    HigherOrderOperator,
+    OpOverload,
+    PreDispatchTorchFunctionMode,
+    ProxyTorchDispatchMode,
+    TorchDispatchModeKey,
+    autograd_would_have_decomposed,
+    dispatch_keys,
+    dispatch_tls_is_dispatch_key_excluded,
+    enter_autocast,
+    exit_autocast,
+    get_current_function_mode_stack,
+    get_dispatch_mode,
+    set_grad_enabled,
+    tree_leaves,
+    tree_map_only,
+)
 
 __all__ = ["record_enter", "record_exit", "serve_export"]
 
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_ENTER, _EXIT = enter_autocast, exit_autocast
 _OPEN = "_mpamp_regions"
 _SHIELD = "mpamp_shield"
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_is_excluded = dispatch_tls_is_dispatch_key_excluded
 _function: Any = PreDispatchTorchFunctionMode.__torch_function__
 _exit: Any = PreDispatchTorchFunctionMode.__exit__
 _dispatch: Any = ProxyTorchDispatchMode.__torch_dispatch__
@@ -64,13 +78,13 @@ def record_exit() -> None:
 
 
 def _tracer() -> Any:
-    return next(m for m in _get_current_function_mode_stack() if isinstance(m, PreDispatchTorchFunctionMode))
+    return next(m for m in get_current_function_mode_stack() if isinstance(m, PreDispatchTorchFunctionMode))
 
 
 def _record_regions(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if func is _ENTER:
         # What Dynamo wrote into its graph is being run, with the tracer off its stack; the state isn't set then.
-        is_replayed = not any(mode is self for mode in _get_current_function_mode_stack())
+        is_replayed = not any(mode is self for mode in get_current_function_mode_stack())
         if is_replayed and (args[0] in CARRIERS.names or _is_ours(args[0])):
             return _Replayed(self, args)
         if not is_replayed and _is_ours(args[0]):
@@ -121,7 +135,7 @@ def _is_to_be_recorded(entered: list[torch.fx.Node | None]) -> bool:
 
 
 def _has_graphs(target: Any) -> bool:
-    return isinstance(target, HigherOrderOperator) or target is torch._C._set_grad_enabled
+    return isinstance(target, HigherOrderOperator) or target is set_grad_enabled
 
 
 class _Replayed:
@@ -193,13 +207,13 @@ def _device_of(func: Any, args: Any, kwargs: Any) -> DeviceState | None:
     active = [device for device in devices_in_use() if not _is_excluded(device.key)]
     if not active or not isinstance(func, OpOverload):
         return None
-    keys = [torch._C._dispatch_keys(t) for t in _tensors(args, kwargs)]
+    keys = [dispatch_keys(t) for t in _tensors(args, kwargs)]
     found = [d for d in active if any(k.has(d.key) for k in keys) and resolve(d) is not None]
     return max(found, key=lambda d: d.key.value, default=None)  # the dispatcher's own order
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    return [t for t in _pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    return [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
 
 
 def _has_kernel(device: DeviceState, func: OpOverload) -> bool:
@@ -219,32 +233,29 @@ def _in_kernel(device: DeviceState) -> Iterator[None]:
     if scope is not None and scope.cache is not None:
         THREAD.state.put(device.index, scope.again(scope.task))
     try:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             yield
     finally:
         THREAD.state.put(device.index, scope)
-
-
-_would_decompose: Any = getattr(_python_dispatch, "autograd_would_have_decomposed", None)  # torch 2.8 has none
 
 
 def _is_made_of_ops(func: OpOverload, args: Any, kwargs: Any) -> bool:
     """Tell whether an op runs as others, for it has no kernel of its own on the arguments' device."""
     if not func._can_decompose():
         return False
-    return _would_decompose is None or _would_decompose(func, _tensors(args, kwargs))
+    return autograd_would_have_decomposed is None or autograd_would_have_decomposed(func, _tensors(args, kwargs))
 
 
 def _casts_inside(func: OpOverload, args: Any, kwargs: Any) -> bool:
     """Tell whether autocast casts anything in what an op without a kernel at the Autocast key is made of."""
     if not _is_made_of_ops(func, args, kwargs):
         return False
-    fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    fake_mode = get_dispatch_mode(TorchDispatchModeKey.FAKE)
     if fake_mode is None:
         return True  # as far as can be told without running it
     shapes = fake_mode.shape_env
     # Clones, for the call may write, and fake tensors remember the sizes that depend on their data.
-    args, kwargs = _pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
     with nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols(), _Probe() as probe:
         func.decompose(*args, **kwargs)
     return probe.has_cast
@@ -254,7 +265,7 @@ class _Call:
     """An op and those of its arguments that a cast would have changed."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        leaves = _pytree.tree_leaves((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         self.func = func
         self.leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | torch.dtype)]
 

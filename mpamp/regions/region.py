@@ -41,6 +41,13 @@ from ..engine.scope import MARK, THREAD, Scope, graph_task
 from ..errors import MpampWarning, RegionError, UnsupportedDtypeError
 from ..rules.optable import OpTable
 from ..rules.rows import parse_dtype
+from ..torch_internals import (
+    TorchDispatchModeKey,
+    dispatch_tls_is_dispatch_key_excluded,
+    dispatch_tls_set_dispatch_key_excluded,
+    get_dispatch_mode,
+    is_torch_function_mode_enabled,
+)
 from .carrying import serve_autograd
 from .decorating import decorate
 from .dynamo import is_known_to_dynamo, serve_dynamo
@@ -52,12 +59,12 @@ __all__ = ["Region", "autocast", "traced_contexts"]
 F = TypeVar("F", bound=Callable[..., Any])
 Ops = Mapping[str, Any] | OpTable | None
 
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_is_excluded = dispatch_tls_is_dispatch_key_excluded
+_set_excluded = dispatch_tls_set_dispatch_key_excluded
 _get_dtype = torch.get_autocast_dtype
 _get_cache = torch.is_autocast_cache_enabled
 _set_cache = torch.set_autocast_cache_enabled
-_has_function_modes = torch._C._is_torch_function_mode_enabled
+_has_function_modes = is_torch_function_mode_enabled
 _thread = THREAD
 
 _NOT_READY = -1
@@ -457,7 +464,7 @@ def _rebuild(device: str, dtype: Any, enabled: bool, cache: bool, ops: Ops, pers
 
 def _is_fake(device_type: str) -> bool:
     """Tell whether tensors of an absent device can exist here; warn, once, where they can't."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if get_dispatch_mode(TorchDispatchModeKey.FAKE) is not None:
         return True
     if device_type not in _warned:
         _warned.add(device_type)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from ..devices.registry import device_state, devices_in_use
 from ..engine.compiling import Contexts, is_compiling, is_dynamo_compiling, run_while_tracing, traced
@@ -17,11 +16,12 @@ from ..engine.marks import NO_MARK, Change, changes_to, compose_mark, set_dtype
 from ..engine.resolving import mark_here, resolve
 from ..engine.scope import MARK, PLAIN, THREAD, Scope, graph_task
 from ..rules.optable import OpTable
+from ..torch_internals import dispatch_tls_set_dispatch_key_excluded, register_constant
 from .programs import contexts_of
 
 __all__ = ["DeviceAutocast", "run_in", "run_without", "scope_now"]
 
-_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_set_excluded = dispatch_tls_set_dispatch_key_excluded
 
 
 def scope_now(device_type: str) -> Scope | None:
@@ -80,7 +80,7 @@ class DeviceAutocast:
         return [*changes, (set_dtype, device.type, self.dtype), (_set_excluded, device.key, False)]
 
 
-_pytree.register_constant(DeviceAutocast)
+register_constant(DeviceAutocast)
 
 
 @run_while_tracing

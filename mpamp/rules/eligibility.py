@@ -5,9 +5,15 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from ..errors import UnknownOpError, nearest
+from ..torch_internals import (
+    OpOverload,
+    OpOverloadPacket,
+    dispatch_get_all_op_names,
+    dispatch_has_kernel,
+    jit_get_schemas_for_operator,
+)
 
 __all__ = ["find_overload", "full_name", "is_in_place", "is_out_of_place", "overload_name", "resolve"]
 
@@ -66,7 +72,7 @@ def is_out_of_place(op: OpOverload) -> bool:
         (True, False)
     """
     arguments = op._schema.arguments
-    if not torch._C._dispatch_has_kernel(overload_name(op)):
+    if not dispatch_has_kernel(overload_name(op)):
         return False  # TorchScript's own, such as einsum.sublist
     if op._schema.name in OBSERVERS:
         return True
@@ -95,7 +101,7 @@ _torchs_own: dict[str, OpOverload] = {}
 
 def _packet(namespace: str, op: str) -> OpOverloadPacket | None:
     """Return torch's packet of an op that exists: ``torch.ops``, asked for another, keeps a namespace for it."""
-    if not torch._C._jit_get_schemas_for_operator(f"{namespace}::{op}"):
+    if not jit_get_schemas_for_operator(f"{namespace}::{op}"):
         return None
     packet = getattr(getattr(torch.ops, namespace), op, None)
     return packet if isinstance(packet, OpOverloadPacket) else None
@@ -151,5 +157,5 @@ def _single(name: str, packet: object, overload: str, overloads: list[str]) -> s
 @functools.lru_cache(maxsize=8)
 def _known_ops(namespace: str) -> list[str]:
     prefix = f"{namespace}::"
-    names = torch._C._dispatch_get_all_op_names()
+    names = dispatch_get_all_op_names()
     return sorted({n[len(prefix) :].partition(".")[0] for n in names if n.startswith(prefix)})

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ..errors import Fp16GradientError
+from ..torch_internals import group_tensors_by_device_and_dtype
 
 __all__ = ["Bucket", "gradients_of", "name_gradients", "parameters_of", "sort_gradients", "unique"]
 
@@ -77,7 +77,7 @@ def sort_gradients(grads: list[Tensor]) -> list[Bucket]:
     """
     is_plain = set(map(type, grads)) <= {Tensor} and set(map(_layout_of, grads)) <= {torch.strided}
     if is_plain and grads and not has_graph(grads):
-        groups = _group_tensors_by_device_and_dtype([grads])  # type: ignore[list-item]
+        groups = group_tensors_by_device_and_dtype([grads])  # type: ignore[list-item]
         return [Bucket(device, dtype, found[0]) for (device, dtype), (found, _) in groups.items()]  # type: ignore
     buckets: dict[Any, Bucket] = {}
     for grad in grads:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..devices.registry import device_state
+from ..torch_internals import amp_foreach_non_finite_check_and_unscale_, amp_update_scale_
 from .gradients import Bucket, local_part, sort_gradients, values_of
 
 __all__ = ["Rule", "combine", "inverse", "is_on_host", "rescale_", "unless", "unscale_bucket_", "update_scale_"]
@@ -115,7 +116,7 @@ def unscale_bucket_(bucket: Bucket, found_inf: Tensor, inv_scale: Tensor) -> Non
     if dtype.is_complex:
         grads, dtype = list(map(_real_view, grads)), _REALS[dtype]
     if _runs(bucket.device, dtype):
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
     elif dtype in _LOW:
         _unscale_wide_(grads, bucket.device, found_inf, inv_scale)
     else:
@@ -143,7 +144,7 @@ def _takes(device: torch.device, dtype: torch.dtype) -> bool:
     grad = torch.ones(1, dtype=dtype, device=device)
     found_inf = torch.zeros((), dtype=torch.float32, device=device)
     try:
-        torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, torch.ones_like(found_inf))
+        amp_foreach_non_finite_check_and_unscale_([grad], found_inf, torch.ones_like(found_inf))
     except NotImplementedError:
         return False
     return True
@@ -241,9 +242,7 @@ def update_scale_(scale: Tensor, tracker: Tensor, found_inf: Tensor, rule: Rule)
         rule: How they move.
     """
     if has_kernel(scale.device.type, UPDATE):
-        torch._amp_update_scale_(
-            scale, tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
-        )
+        amp_update_scale_(scale, tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
     else:
         _update_scale_(scale, tracker, found_inf, rule)
     scale.clamp_(rule.min_scale, rule.max_scale)

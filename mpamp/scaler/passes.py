@@ -11,11 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..engine.compiling import is_dynamo_compiling, left_out_by_itself
+from ..torch_internals import execution_engine
 
 __all__ = ["Listener", "Passes"]
 
@@ -99,7 +99,7 @@ class Passes:
 
 
 def _call_at_the_end(function: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    execution_engine.queue_callback(function)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

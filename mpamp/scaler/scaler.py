@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from ..engine.compiling import left_to_python
+from ..torch_internals import refresh_per_optimizer_state
 from . import kernels
 from .config import PluginMadeMeta, ScalerConfig
 from .history import StepResult
@@ -110,7 +110,7 @@ class GradScaler(SteppingPart, metaclass=PluginMadeMeta):
         elif found_inf is not None:
             kernels.update_scale_(scale, tracker, found_inf, self._rule())
         optimizers = self._ledger.optimizers()
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._per_optimizer_states = defaultdict(refresh_per_optimizer_state)
         self._ledger.begin(self._per_optimizer_states)
         if is_due:
             report_skips(optimizers, self._outcomes.watch.streak, as_error=self._error_on_max_skips)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -11,12 +10,11 @@ from ..importing import after_import
 from ..patching import Patches
 from ..regions.dynamo import Entered
 from ..regions.region import traced_contexts
+from ..torch_internals import CTX_MANAGER, autocast_variable, constant_variable, reset_dynamo
 from .callers import is_torchs
 from .regions import region_of
 
 __all__ = ["COMPILERS"]
-
-_MODULE = "torch._dynamo.variables.ctx_manager"
 
 
 class _Compilers:
@@ -29,19 +27,19 @@ class _Compilers:
     def install(self) -> None:
         if not self._is_on:
             self._is_on = True
-            after_import(_MODULE, self._patch)
-            _forget_compiled_code()
+            after_import(CTX_MANAGER, self._patch)
+            reset_dynamo()
 
     def uninstall(self) -> None:
         if not self._is_on:
             return
         self._is_on = False
         self._patches.undo()
-        _forget_compiled_code()
+        reset_dynamo()
 
     def _patch(self) -> None:
         if self._is_on and not self._patches:
-            variable = sys.modules[_MODULE].AutocastModeVariable
+            variable = autocast_variable()
             self._patches.wrap(variable, "enter", _enter)
             self._patches.wrap(variable, "exit", _exit)
 
@@ -53,7 +51,7 @@ def _enter(enter: Any) -> Any:
             return enter(self, tx, *args)
         # Several, for an object may be entered again while it is open.
         self.__dict__.setdefault("mpamp_entered", []).append(Entered(tx, contexts))
-        return sys.modules["torch._dynamo.variables"].ConstantVariable.create(None)
+        return constant_variable(None)
 
     return enter_ours
 
@@ -64,7 +62,7 @@ def _exit(exit: Any) -> Any:
         if not entered:
             return exit(self, tx, *args)
         entered.pop().leave(tx)
-        return sys.modules["torch._dynamo.variables"].ConstantVariable.create(None)
+        return constant_variable(None)
 
     return exit_ours
 
@@ -77,12 +75,6 @@ def _contexts(variable: Any, tx: Any) -> Any:
     if region_of(made, persistent_cache=False) is None:
         return None
     return traced_contexts(made.device, made.fast_dtype, made._enabled, None)
-
-
-def _forget_compiled_code() -> None:
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if hasattr(dynamo, "reset"):  # what is still being imported has compiled nothing
-        dynamo.reset()
 
 
 COMPILERS = _Compilers()

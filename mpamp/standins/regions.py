@@ -22,14 +22,13 @@ from ..locks import LOCK
 from ..patching import Patches
 from ..regions.decorating import decorate
 from ..regions.region import Region, autocast
+from ..torch_internals import TorchDispatchModeKey, UnmanagedAutocast
 from .callers import is_torchs_frame
 
 __all__ = ["REGIONS", "region_of"]
 
 _AUTOCAST: Any = torch.amp.autocast_mode.autocast
-_UNMANAGED: Any = getattr(torch.amp.autocast_mode, "_UnmanagedAutocast", None)
-"""What compiled code enters; torch.autocast itself up to 2.12, and told by who calls it."""
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_FAKE = TorchDispatchModeKey.FAKE
 
 
 class _Entered(threading.local):
@@ -90,7 +89,7 @@ def _enter(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(own)
     def __enter__(instance: Any) -> Any:
         # Dynamo comes by for subclasses only, whose regions stay torch's in what it compiles.
-        if is_dynamo_compiling() or type(instance) is _UNMANAGED or is_torchs_frame(1):
+        if is_dynamo_compiling() or type(instance) is UnmanagedAutocast or is_torchs_frame(1):
             return own(instance)
         region = region_of(instance, REGIONS.persistent_cache)
         if region is None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ..torch_internals import FakeTensor, OpOverload
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

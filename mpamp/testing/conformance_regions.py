@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..errors import UnsupportedDtypeError
 from ..functions.custom import custom_bwd, custom_fwd
 from ..rules.optable import OpTable
 from ..rules.policy import CASTABLE, CastPolicy
+from ..torch_internals import unset_fake_temporarily
 from .conformance_report import Inapplicable, require
 from .conformance_subject import Subject, Test
 from .counting import WeightCastCounter

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import BannedOpError
 from ..oplists import widening_ops
 from ..rules.eligibility import OBSERVERS, WRITTEN, find_overload, is_in_place
 from ..rules.policy import CASTABLE, CastPolicy, target_dtype
 from ..rules.rows import APPEND_DTYPE, Row, check_row
+from ..torch_internals import OpOverload, TorchDispatchMode, tree_leaves, tree_map
 from .conformance_arguments import Call, Maker, arguments
 from .conformance_report import Inapplicable, require
 from .conformance_subject import Subject, Test

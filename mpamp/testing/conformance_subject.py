@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..devices.registry import DeviceState, device_state
 from ..engine import withdraw
 from ..plugins.backend import Backend
 from ..regions.region import Region, autocast, forget_regions
 from ..scaler import GradScaler
+from ..torch_internals import FakeTensorMode
 from .conformance_report import Inapplicable
 
 __all__ = ["Subject", "Test", "in_force", "is_fakeable"]

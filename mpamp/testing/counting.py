@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..torch_internals import OpOverload, TorchDispatchMode
 
 __all__ = ["KernelCounter", "WeightCastCounter"]
 
@@ -112,7 +113,7 @@ class KernelCounter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name = func.name() if isinstance(func, torch._ops.OpOverload) else str(func)
+        name = func.name() if isinstance(func, OpOverload) else str(func)
         self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 

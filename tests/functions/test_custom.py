@@ -781,7 +781,7 @@ def test_compiled_as_eager(style: str, options: Any, region: str, place: str, ba
     assert run(function, compiled) == run(function, lambda f: f)
 
 
-@pytest.mark.skipif(setuplink._APPLY is None, reason="no frame tells which Function a forward is of")
+@pytest.mark.skipif(setuplink.FUNCTION_APPLY is None, reason="no frame tells which Function a forward is of")
 def test_the_cost_of_a_call_does_not_depend_on_the_number_of_functions() -> None:
     import sys
 

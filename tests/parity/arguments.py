@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
-_FILE = Path(__file__).parents[2] / "mpamp" / "testing" / "conformance_arguments.py"
-_spec = importlib.util.spec_from_file_location("conformance_arguments", _FILE)
-assert _spec is not None
-assert _spec.loader is not None
-_module = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = _module  # dataclasses look themselves up there
-_spec.loader.exec_module(_module)
+_MPAMP = Path(__file__).parents[2] / "mpamp"
+for _name, _folder in (("_kit", _MPAMP), ("_kit.testing", _MPAMP / "testing")):  # mpamp, with nothing imported
+    _package = ModuleType(_name)
+    _package.__path__ = [str(_folder)]
+    sys.modules[_name] = _package
+_module = importlib.import_module("_kit.testing.conformance_arguments")
 
 Call, Maker, arguments, call = _module.Call, _module.Maker, _module.arguments, _module.call
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpamp.errors import Fp16GradientError, MpampError
-from mpamp.scaler import GradScaler, gradients
+from mpamp.scaler import GradScaler, gradients, kernels
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128]
 
@@ -41,9 +41,13 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     elif request.param == "kernels without 16 bits":
         monkeypatch.setattr("mpamp.scaler.kernels._takes", lambda device, dtype: dtype not in low)
     taken: list[torch.dtype] = []
-    name = "_amp_foreach_non_finite_check_and_unscale_"
-    real = getattr(torch, name)
-    monkeypatch.setattr(torch, name, lambda grads, *rest: taken.extend(g.dtype for g in grads) or real(grads, *rest))
+    real = kernels.amp_foreach_non_finite_check_and_unscale_
+
+    def unscale(grads: list[torch.Tensor], *rest: torch.Tensor) -> None:
+        taken.extend(grad.dtype for grad in grads)
+        real(grads, *rest)
+
+    monkeypatch.setattr(kernels, "amp_foreach_non_finite_check_and_unscale_", unscale)
     request.node.kernel = request.param
     return taken
 

@@ -291,7 +291,7 @@ MANY = {f.__name__: f for f in (optimizers, scaled_optimizers, one_optimizer, co
 
 @pytest.mark.parametrize("name", MANY)
 def test_work_is_linear(name: str) -> None:
-    if name == "function_classes" and setuplink._APPLY is None:
+    if name == "function_classes" and setuplink.FUNCTION_APPLY is None:
         pytest.skip("this torch's apply has no frame that tells the Function: each is looked for among all, once")
     few, many = (steps_of(MANY[name](count)) for count in (10, 100))
     assert 0 < many <= 11 * few, (few, many, many / few)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from ...torch_internals import flatten_dense_tensors, foreach_copy_, unflatten_dense_tensors
 from ..casting import keeps_float32
 from ..errors import AmpTypeError
 from .loss_scaler import to_python_float
@@ -151,7 +151,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
             f"one flat master needs parameters of one dtype, got {', '.join(sorted(map(str, dtypes)))}: leave "
             "flat_master out, or use FP16_Optimizer."
         )
-    flat = nn.Parameter(_flatten_dense_tensors([p.detach() for p in params]).float())
+    flat = nn.Parameter(flatten_dense_tensors([p.detach() for p in params]).float())
     flat.grad = torch.zeros_like(flat)
     return params, [flat]
 
@@ -171,7 +171,7 @@ def model_grads_to_master_grads(
     """
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        flat = _flatten_dense_tensors(grads)
+        flat = flatten_dense_tensors(grads)
         master_params[0].grad = flat.to(master_params[0].dtype, copy=True)
         return
     for model, master in zip(model_params, master_params, strict=True):
@@ -197,6 +197,6 @@ def master_params_to_model_params(
     """
     masters = list(master_params)
     if flat_master:
-        masters = list(_unflatten_dense_tensors(masters[0].detach(), list(model_params)))
+        masters = list(unflatten_dense_tensors(masters[0].detach(), list(model_params)))
     if masters:
-        torch._foreach_copy_([p.detach() for p in model_params], [master.detach() for master in masters])
+        foreach_copy_([p.detach() for p in model_params], [master.detach() for master in masters])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...torch_internals import foreach_mul_
 from ..errors import AmpTypeError, AmpUsageError
 from ..holding import refuse_incomplete, swap
 from ..masters import LOW
@@ -259,4 +260,4 @@ class FP16_Optimizer:
 def _multiply(params: list[Tensor], factor: float) -> None:
     grads = [p.grad for p in params if p.grad is not None]
     if factor != 1.0 and grads:
-        torch._foreach_mul_(grads, factor)
+        foreach_mul_(grads, factor)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from ...torch_internals import foreach_div, foreach_norm, get_fused_kernels_supported_devices
 from ..errors import AmpUsageError
 from ..masters import LOW
 from .base import Bucket, FusedOptimizer, lr_on_device, refuse_amsgrad
@@ -131,7 +131,7 @@ class FusedAdam(FusedOptimizer):
             [],
             list(steps),
             capturable=self.capturable,
-            fused=device.type in _get_fused_kernels_supported_devices(),
+            fused=device.type in get_fused_kernels_supported_devices(),
             decoupled_weight_decay=bool(self.adam_w_mode),
             amsgrad=False,
             beta1=first,
@@ -144,5 +144,5 @@ class FusedAdam(FusedOptimizer):
 
     @staticmethod
     def _clip(most: float, bucket: Bucket) -> None:
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(bucket.grads)))
-        bucket.grads = list(torch._foreach_div(bucket.grads, ((norm + 1e-6) / most).clamp(min=1.0)))
+        norm = torch.linalg.vector_norm(torch.stack(foreach_norm(bucket.grads)))
+        bucket.grads = list(foreach_div(bucket.grads, ((norm + 1e-6) / most).clamp(min=1.0)))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...torch_internals import foreach_copy_
 from ..errors import AmpNotImplementedError, AmpUsageError
 from ..masters import LOW
 
@@ -38,7 +39,7 @@ class Bucket:
         """Copy what was computed on copies into the parameters: float32 -> the parameter's dtype."""
         pairs = [(p, w) for p, w in zip(self.given, self.params, strict=True) if p.dtype in LOW]
         if pairs:
-            torch._foreach_copy_([p.detach() for p, _ in pairs], [w for _, w in pairs])
+            foreach_copy_([p.detach() for p, _ in pairs], [w for _, w in pairs])
 
 
 def _wide(tensor: Tensor) -> Tensor:

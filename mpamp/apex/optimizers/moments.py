@@ -8,6 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...torch_internals import (
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_div,
+    foreach_div_,
+    foreach_mul_,
+    foreach_norm,
+    foreach_sqrt_,
+    foreach_sub_,
+)
 from ..masters import LOW
 
 __all__ = ["global_norm", "grad_norms", "lamb_", "novograd_"]
@@ -33,7 +43,7 @@ def global_norm(tensors: Tensors) -> Tensor:
 
 
 def _norms(tensors: Tensors, dtype: torch.dtype | None) -> Sequence[Tensor]:
-    return torch._foreach_norm(tensors, dtype=dtype) if tensors else ()
+    return foreach_norm(tensors, dtype=dtype) if tensors else ()
 
 
 def lamb_(
@@ -70,27 +80,27 @@ def lamb_(
         use_nvlamb: Scale by the norms of parameter and update where there is no decay, too.
     """
     first, second = betas
-    grads = list(torch._foreach_div(grads, clip))
+    grads = list(foreach_div(grads, clip))
     if weight_decay and not decoupled:
-        torch._foreach_add_(grads, params, alpha=weight_decay)
-    torch._foreach_mul_(exp_avgs, first)
-    torch._foreach_add_(exp_avgs, grads, alpha=1 - first if grad_averaging else 1.0)
-    torch._foreach_mul_(exp_avg_sqs, second)
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - second)
-    denominators = list(torch._foreach_div(exp_avg_sqs, corrections[1]))
-    torch._foreach_sqrt_(denominators)
-    torch._foreach_add_(denominators, eps)
-    updates = list(torch._foreach_div(exp_avgs, corrections[0]))
-    torch._foreach_div_(updates, denominators)
+        foreach_add_(grads, params, alpha=weight_decay)
+    foreach_mul_(exp_avgs, first)
+    foreach_add_(exp_avgs, grads, alpha=1 - first if grad_averaging else 1.0)
+    foreach_mul_(exp_avg_sqs, second)
+    foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - second)
+    denominators = list(foreach_div(exp_avg_sqs, corrections[1]))
+    foreach_sqrt_(denominators)
+    foreach_add_(denominators, eps)
+    updates = list(foreach_div(exp_avgs, corrections[0]))
+    foreach_div_(updates, denominators)
     if weight_decay and decoupled:
-        torch._foreach_add_(updates, params, alpha=weight_decay)
+        foreach_add_(updates, params, alpha=weight_decay)
     if use_nvlamb or weight_decay:
-        weights, changes = torch.stack(torch._foreach_norm(params)), torch.stack(torch._foreach_norm(updates))
+        weights, changes = torch.stack(foreach_norm(params)), torch.stack(foreach_norm(updates))
         ratios = torch.where((weights != 0) & (changes != 0), weights / changes, 1.0) * lr
-        torch._foreach_mul_(updates, list(ratios.unbind()))
+        foreach_mul_(updates, list(ratios.unbind()))
     else:
-        torch._foreach_mul_(updates, lr)
-    torch._foreach_sub_(params, updates)
+        foreach_mul_(updates, lr)
+    foreach_sub_(params, updates)
 
 
 def novograd_(
@@ -132,20 +142,20 @@ def novograd_(
         norms.mul_(second).add_(now, alpha=1 - second)
     denominators = list((norms / of_square**0.5 + eps).unbind())
     weight = 1 - first if grad_averaging else 1.0
-    torch._foreach_mul_(exp_avgs, first)
+    foreach_mul_(exp_avgs, first)
     if inside:
-        grads = list(torch._foreach_div(grads, denominators))
-        torch._foreach_add_(grads, params, alpha=weight_decay)
-        torch._foreach_add_(exp_avgs, grads, alpha=weight)
-        updates = list(torch._foreach_div(exp_avgs, of_moment))
+        grads = list(foreach_div(grads, denominators))
+        foreach_add_(grads, params, alpha=weight_decay)
+        foreach_add_(exp_avgs, grads, alpha=weight)
+        updates = list(foreach_div(exp_avgs, of_moment))
     else:
-        torch._foreach_add_(exp_avgs, grads, alpha=weight)
-        updates = list(torch._foreach_div(exp_avgs, of_moment))
-        torch._foreach_div_(updates, denominators)
-        torch._foreach_add_(updates, params, alpha=weight_decay)
-    torch._foreach_add_(params, updates, alpha=-lr)
+        foreach_add_(exp_avgs, grads, alpha=weight)
+        updates = list(foreach_div(exp_avgs, of_moment))
+        foreach_div_(updates, denominators)
+        foreach_add_(updates, params, alpha=weight_decay)
+    foreach_add_(params, updates, alpha=-lr)
 
 
 def grad_norms(grads: Tensors, norm_type: int) -> Tensor:
     """Return each gradient's norm, ``norm_type`` 2 or 0 for the greatest magnitude: float32, one for each."""
-    return torch.stack(torch._foreach_norm(grads, 2.0 if norm_type == 2 else float("inf")))
+    return torch.stack(foreach_norm(grads, 2.0 if norm_type == 2 else float("inf")))

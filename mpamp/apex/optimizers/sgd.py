@@ -10,6 +10,7 @@ from torch.optim.adagrad import adagrad
 from torch.optim.optimizer import required
 from torch.optim.sgd import sgd
 
+from ...torch_internals import foreach_mul_
 from ..errors import AmpValueError
 from .base import Bucket, FusedOptimizer
 
@@ -78,7 +79,7 @@ class FusedSGD(FusedOptimizer):
     def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
         decay = group["weight_decay"]
         if self.wd_after_momentum and decay:
-            torch._foreach_mul_(bucket.params, 1 - group["lr"] * decay)
+            foreach_mul_(bucket.params, 1 - group["lr"] * decay)
         buffers = [state.get("momentum_buffer") for state in bucket.states]
         sgd(
             bucket.params,
@@ -136,7 +137,7 @@ class FusedAdagrad(FusedOptimizer):
     def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
         decay = group["weight_decay"]
         if self.adagrad_w_mode and decay:
-            torch._foreach_mul_(bucket.params, 1 - group["lr"] * decay)
+            foreach_mul_(bucket.params, 1 - group["lr"] * decay)
         adagrad(
             bucket.params,
             bucket.grads,

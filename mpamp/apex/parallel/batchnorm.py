@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
+from ...torch_internals import BatchNorm, InstanceNorm, check_input_dim, check_non_zero_input_channels
 from ..errors import AmpAssertionError
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch norm whose statistics are those of all processes' batches; torch's kernels where it has any.
 
     It is no ``torch.nn.SyncBatchNorm``, which torch's data parallelism refuses on a processor.
@@ -51,8 +50,8 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_group, self.channel_last, self.fuse_relu = process_group, channel_last, fuse_relu
 
-    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
-    _check_non_zero_input_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
+    _check_input_dim: Any = check_input_dim
+    _check_non_zero_input_channels: Any = check_non_zero_input_channels
 
     def _specify_process_group(self, process_group: Any) -> None:
         self.process_group = process_group
@@ -153,7 +152,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
         >>> type(model[1]).__name__
         'SyncBatchNorm'
     """
-    if isinstance(module, _BatchNorm) and not isinstance(module, _InstanceNorm):
+    if isinstance(module, BatchNorm) and not isinstance(module, InstanceNorm):
         made = SyncBatchNorm(
             module.num_features,
             module.eps,

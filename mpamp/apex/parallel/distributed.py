@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.autograd import Variable
 
+from ...torch_internals import (
+    FORWARD_SYNC_BUFFERS,
+    SYNC_MODULE_STATES,
+    execution_engine,
+    flatten_dense_tensors,
+    foreach_copy_,
+    unflatten_dense_tensors,
+)
 from ..errors import AmpNotImplementedError, AmpValueError
 
 __all__ = ["DistributedDataParallel", "Reducer", "flat_dist_call"]
 
 _MEBIBYTE = 2.0**20
-_NAMES = ("forward_sync_buffers", "broadcast_buffers")
-_PARAMETERS = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-_FORWARD_SYNC = next(name for name in _NAMES if name in _PARAMETERS)
-"""torch 2.13's name of the argument, or the one before."""
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -80,7 +80,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if gradient_average_split_factor is not None:
             gradient_predivide_factor = gradient_average_split_factor
         size = max((p.element_size() for p in module.parameters()), default=4)
-        options: dict[str, Any] = {"bucket_cap_mb": message_size * size / _MEBIBYTE, _FORWARD_SYNC: False}
+        options: dict[str, Any] = {"bucket_cap_mb": message_size * size / _MEBIBYTE, FORWARD_SYNC_BUFFERS: False}
         if allreduce_communicators:
             options["process_group"] = allreduce_communicators[0][0]
         super().__init__(module, **options)
@@ -125,8 +125,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Have one reduction after the backward pass that has given a parameter a gradient."""
         if self._is_allreducing and not self._is_queued:
             self._is_queued = True
-            engine: Any = Variable._execution_engine
-            engine.queue_callback(self._reduce)
+            execution_engine.queue_callback(self._reduce)
 
     def _reduce(self) -> None:
         self._is_queued = False
@@ -187,9 +186,9 @@ def _call_flat(tensors: Iterable[Tensor], call: Callable[[Tensor], Any]) -> None
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for alike in kinds.values():
-        flat = _flatten_dense_tensors(alike)
+        flat = flatten_dense_tensors(alike)
         call(flat)
-        torch._foreach_copy_(alike, list(_unflatten_dense_tensors(flat, alike)))
+        foreach_copy_(alike, list(unflatten_dense_tensors(flat, alike)))
 
 
 def flat_dist_call(
@@ -224,7 +223,7 @@ class Reducer:
         if isinstance(module_or_grads_list, nn.Module):
             self.module: nn.Module | None = module_or_grads_list
             # By torch's own name, where masters that amp keeps go along with the parameters.
-            sys.modules["torch.nn.parallel.distributed"]._sync_module_states(
+            getattr(*SYNC_MODULE_STATES)(
                 module=self.module,
                 process_group=dist.group.WORLD,
                 broadcast_bucket_size=250 * 2**20,

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...torch_internals import foreach_add_, foreach_mul, foreach_mul_, foreach_norm
+
 __all__ = ["LARC"]
 
 
@@ -112,9 +114,9 @@ class LARC:
             is_left = (of_values == 0) | (of_grads == 0)
             if decay:
                 decays = torch.where(is_left, 0.0, decay)
-                torch._foreach_add_(grads, torch._foreach_mul(values, list(decays.unbind())))
-            torch._foreach_mul_(grads, list(torch.where(is_left, 1.0, rates).unbind()))
+                foreach_add_(grads, foreach_mul(values, list(decays.unbind())))
+            foreach_mul_(grads, list(torch.where(is_left, 1.0, rates).unbind()))
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
+    return torch.stack(foreach_norm(tensors, dtype=torch.float32))

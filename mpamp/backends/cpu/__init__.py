@@ -9,6 +9,7 @@ import torch
 from ...plugins.backend import Backend
 from ...plugins.hookspecs import hookimpl
 from ...rules.optable import OpTable
+from ...torch_internals import is_amx_fp16_supported, is_amx_tile_supported, is_avx512_bf16_supported
 from .probe import KERNELS, fails, leaves_garbage
 
 __all__ = ["CpuBackend", "mpamp_backends"]
@@ -57,12 +58,9 @@ def _onednn_runs(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _has_units(dtype: torch.dtype) -> bool:
-    checks = {
-        torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
-        torch.float16: ("_is_avx512_fp16_supported", "_is_amx_fp16_supported"),
-    }.get(dtype, ())
-    found = [getattr(torch.cpu, name)() for name in checks if hasattr(torch.cpu, name)]
-    return dtype is torch.float32 or any(found) or (not found and _onednn_runs(dtype))
+    if dtype is torch.bfloat16:
+        return is_avx512_bf16_supported() or is_amx_tile_supported()
+    return dtype is torch.float32 or (dtype is torch.float16 and is_amx_fp16_supported())
 
 
 def _lacks(op: str, dtype: torch.dtype) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from ...plugins.backend import Backend
 from ...plugins.hookspecs import hookimpl
+from ...torch_internals import cuda_get_current_raw_stream, cuda_get_device_count, cuda_is_current_stream_capturing
 
 __all__ = ["CudaBackend", "mpamp_backends"]
 
@@ -28,7 +29,7 @@ class CudaBackend(Backend):
         return not torch.cuda.is_bf16_supported(including_emulation=False)
 
     def capture_check(self) -> Callable[[], bool] | None:
-        return torch._C._cuda_isCurrentStreamCapturing if _has_card() else None
+        return cuda_is_current_stream_capturing if _has_card() else None
 
     def capture_address(self) -> int | None:
         is_hip, major = bool(torch.version.hip), (torch.version.cuda or "").partition(".")[0]
@@ -44,13 +45,13 @@ class CudaBackend(Backend):
     def stream_check(self) -> Callable[[torch.Tensor], int] | None:
         if not _has_card():
             return None
-        current = torch._C._cuda_getCurrentRawStream
+        current = cuda_get_current_raw_stream
         return lambda tensor: current(tensor.get_device())
 
 
 def _has_card() -> bool:
     """Tell whether torch itself finds a card: ``torch.cuda`` says so where another device stands in for it, too."""
-    return torch.backends.cuda.is_built() and torch._C._cuda_getDeviceCount() > 0
+    return torch.backends.cuda.is_built() and cuda_get_device_count() > 0
 
 
 @hookimpl(trylast=True)

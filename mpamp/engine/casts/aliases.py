@@ -21,14 +21,24 @@ from typing import Any
 import torch
 
 from ...probing import probing
+from ...torch_internals import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    TensorBase,
+    is_tracing,
+    len_torch_dispatch_stack,
+    make_subclass,
+    peek_interpreter_stack,
+    storage_use_count,
+)
 from .weights import is_plain_class, is_weight, live_tensors, storage_of
 
 __all__ = ["COMPILED", "WATCHED", "Record", "begin", "epoch_of", "known", "look", "note", "record_of"]
 
 Tensor = torch.Tensor
-_holders = torch._C._storage_Use_Count
-_get_data, _set_data = torch._C.TensorBase.data.__get__, torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
-_mode_depth = torch._C._len_torch_dispatch_stack
+_holders = storage_use_count
+_get_data, _set_data = TensorBase.data.__get__, TensorBase.data.__set__
+_mode_depth = len_torch_dispatch_stack
 
 COMPILED: list[Any] = []
 """The compiled engine, where there is one: it has the records."""
@@ -131,13 +141,13 @@ class Record:
 
 def _shadow(alias: Tensor) -> Tensor | None:
     """Return a tensor that has an alias's version counter, but not its memory; None where there is no such tensor."""
-    if not is_plain_class(type(alias)) or alias.is_inference() or torch._C._is_tracing():
+    if not is_plain_class(type(alias)) or alias.is_inference() or is_tracing():
         return None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         return None
     try:
-        with torch._C._DisableTorchDispatch() if _mode_depth() else contextlib.nullcontext():
-            shadow: Tensor = Tensor._make_subclass(Tensor, alias)
+        with DisableTorchDispatch() if _mode_depth() else contextlib.nullcontext():
+            shadow: Tensor = make_subclass(Tensor, alias)
             _set_data(shadow, _nothing())
     except RuntimeError:  # a device whose tensors can't be given other data
         return None
@@ -209,7 +219,7 @@ def epoch_of(weight: Tensor) -> int:
 def note(alias: Tensor) -> None:
     """Take note of an alias that was handed out, if what it lives in has a record here."""
     if issubclass(type(alias), Tensor):
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             storage = storage_of(alias)
             record = None if storage is None else getattr(storage, _RECORD, None)
             if record is not None:
@@ -255,7 +265,7 @@ def look(weight: Tensor, own: int = 0) -> None:
     if _waits[0]:
         _waits[0] -= 1
         return
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         is_found = False
         for shared in _shared():
             record = record_of(shared[0])

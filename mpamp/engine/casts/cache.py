@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ...torch_internals import len_torch_dispatch_stack
 from .aliases import begin, epoch_of
 from .entries import Entries, Entry, begin_drop, last_drop, state_of
 from .linking import cast, guarded, linked, viewed
@@ -49,7 +50,7 @@ __all__ = [
 Tensor = torch.Tensor
 StreamOf = Callable[[Tensor], int]
 _is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
-_mode_depth = torch._C._len_torch_dispatch_stack
+_mode_depth = len_torch_dispatch_stack
 
 # -- The cache -----------------------------------------------------------------------------------------
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...devices.registry import devices_in_use
 from ...errors import StaleCastError
+from ...torch_internals import DisableTorchFunction, disable_current_modes
 from .cache import Kept, kept
 from .weights import live_tensors
 
@@ -117,7 +117,7 @@ def _stale(casts: Iterable[Kept], named: dict[int, tuple[str, Tensor]]) -> list[
 @contextlib.contextmanager
 def _as_called() -> Iterator[None]:
     """Keep whoever watches or changes what torch does out of this."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    with DisableTorchFunction(), disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...torch_internals import len_torch_dispatch_stack
 from .aliases import epoch_of
 from .streams import Readiness
 
@@ -15,7 +16,7 @@ __all__ = ["Entries", "Entry", "Link", "begin_drop", "last_drop", "state_of"]
 Tensor = torch.Tensor
 Key = tuple[int, torch.dtype]
 """A weight's id, and the dtype that it was cast to. A tensor may get the id of one that is gone: ``Entry.owner``."""
-_mode_depth = torch._C._len_torch_dispatch_stack
+_mode_depth = len_torch_dispatch_stack
 
 
 _last_drop = [object()]

@@ -13,10 +13,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from ...patching import Patches
 from ...rules.eligibility import find_overload, overload_name
+from ...torch_internals import (
+    DisableTorchFunction,
+    DispatchKey,
+    OpOverload,
+    dispatch_get_all_op_names,
+    dispatch_has_kernel_for_dispatch_key,
+    dispatch_keyset_full_after,
+)
 from ..compiling import left_out, left_out_by_itself
 from .aliases import COMPILED, WATCHED, known, note, record_of
 from .weights import kind_of, storage_of
@@ -104,7 +111,7 @@ def _settle(tensor: Tensor) -> None:
     """Have the notes on a tensor's memory be of what holds it now."""
     if COMPILED or not isinstance(tensor, Tensor):
         return  # the compiled engine knows its counters apart
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         storage = storage_of(tensor)
         record = None if storage is None else known(storage)
     if record is not None:
@@ -113,7 +120,7 @@ def _settle(tensor: Tensor) -> None:
 
 def _note_both(tensor: Tensor, given: Tensor) -> None:
     """Take note of two tensors that live in the same memory by now, each with a counter of its own."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         record = record_of(tensor) if _may_be_weight(tensor) else _known(tensor)
         if record is not None:
             for each in (tensor, given):
@@ -131,7 +138,7 @@ def _may_be_weight(tensor: Tensor) -> bool:
 def _known(tensor: Any) -> Any | None:
     if not isinstance(tensor, Tensor):
         return None
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         storage = storage_of(tensor)
         return None if storage is None else known(storage)
 
@@ -141,7 +148,7 @@ def _known(tensor: Any) -> Any | None:
 
 def _hand_out(tensor: Tensor, holder: Any) -> None:
     """Take note of a pointer to a tensor's memory that is out as long as ``holder`` lives; for good if that is None."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if tensor.dtype is not torch.float32 or storage_of(tensor) is None:
             return
         record = record_of(tensor)
@@ -224,9 +231,9 @@ _READ_ONLY = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_", "c10d::
 
 
 def _watch_collectives() -> None:
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in dispatch_get_all_op_names():
         is_in_place = name.startswith("c10d::") and name not in _READ_ONLY
-        if not is_in_place or torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY):
+        if not is_in_place or dispatch_has_kernel_for_dispatch_key(name, _KEY):
             continue
         op = find_overload(name)
         if op is not None:
@@ -236,7 +243,7 @@ def _watch_collectives() -> None:
 
 
 def _touching(op: OpOverload) -> Callable[..., Any]:
-    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
+    below = dispatch_keyset_full_after(getattr(DispatchKey, _KEY))
 
     def kernel(keys: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         try:

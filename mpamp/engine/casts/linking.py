@@ -6,6 +6,12 @@ from typing import Any
 
 import torch
 
+from ...torch_internals import (
+    len_torch_dispatch_stack,
+    pop_saved_tensors_default_hooks,
+    push_saved_tensors_default_hooks,
+    top_saved_tensors_default_hooks,
+)
 from .entries import Entry, Link
 from .weights import is_apart
 
@@ -13,10 +19,10 @@ __all__ = ["cast", "guarded", "linked", "viewed"]
 
 Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
-_mode_depth = torch._C._len_torch_dispatch_stack
-_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in every torch
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_mode_depth = len_torch_dispatch_stack
+_hooks = top_saved_tensors_default_hooks
+_push_hooks = push_saved_tensors_default_hooks
+_pop_hooks = pop_saved_tensors_default_hooks
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,7 +69,7 @@ def linked(entry: Entry, weight: Tensor) -> Tensor:
 
 def _apply_unseen(weight: Tensor, low: Tensor) -> Tensor:
     """Link a cast such that hooks on saved tensors, as checkpoints and offloading set, don't see that it is saved."""
-    if _hooks is not None and _hooks(True) is None:
+    if _hooks(True) is None:
         return _Linked.apply(weight, low, True)  # type: ignore[no-any-return,no-untyped-call]
     _push_hooks(_as_it_is, _as_it_is)
     try:

@@ -14,6 +14,14 @@ import torch
 
 from ...devices.registry import device_state, devices_in_use
 from ...probing import probing
+from ...torch_internals import (
+    DisableTorchFunction,
+    foreach_copy_,
+    is_tracing,
+    len_torch_dispatch_stack,
+    peek_interpreter_stack,
+    storage_use_count,
+)
 from .cache import COMPILED, PERSISTENT_CACHE, forget
 from .entries import Entries, Entry, Key, last_drop, state_of
 from .streams import Readiness
@@ -26,8 +34,8 @@ __all__ = ["remake"]
 
 Tensor = torch.Tensor
 Item = tuple[Key, Tensor, Entry]
-_mode_depth = torch._C._len_torch_dispatch_stack
-_holders = torch._C._storage_Use_Count
+_mode_depth = len_torch_dispatch_stack
+_holders = storage_use_count
 
 
 def remake(weights: Iterable[Tensor]) -> None:
@@ -41,7 +49,7 @@ def remake(weights: Iterable[Tensor]) -> None:
     if _is_watched():
         forget(weights)
         return
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if COMPILED:
             COMPILED[0].remake(weights)
         if PERSISTENT_CACHE.entries:
@@ -50,7 +58,7 @@ def remake(weights: Iterable[Tensor]) -> None:
 
 def _is_watched() -> bool:
     """Tell whether what runs here becomes part of a graph or of a program, or is seen by a dispatch mode."""
-    if _mode_depth() or torch._C._is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if _mode_depth() or is_tracing() or peek_interpreter_stack() is not None:
         return True
     checks = [device.backend.capture_check() for device in devices_in_use()]
     return any(check() for check in checks if check is not None)
@@ -116,7 +124,7 @@ def _copies(items: list[Item], stream: int | None) -> list[Tensor]:
         for _, _, entry in items:
             entry.let_go()
         lows = [entry.low if _is_free(entry, stream) else torch.empty_like(entry.low) for _, _, entry in items]
-        torch._foreach_copy_(lows, [weight for _, weight, _ in items])
+        foreach_copy_(lows, [weight for _, weight, _ in items])
     return lows
 
 

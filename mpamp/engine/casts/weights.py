@@ -6,8 +6,9 @@ import gc
 from collections.abc import Iterator
 
 import torch
-from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from ...torch_internals import forward_ad_level
 
 __all__ = [
     "REWRITTEN",
@@ -107,7 +108,7 @@ def _with_subclasses(cls: type) -> Iterator[type]:
 
 def is_apart(view: Tensor) -> bool:
     """Tell whether a view isn't told by where it lies: it is the negative of that, or may have a tangent."""
-    return view.is_neg() or forward_ad._current_level >= 0
+    return view.is_neg() or forward_ad_level() >= 0
 
 
 def is_viewable(weight: Tensor) -> bool:

@@ -10,10 +10,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.autograd import grad_mode
 
 from ...rules.eligibility import find_overload, overload_name
+from ...torch_internals import (
+    DisableTorchFunction,
+    DispatchKey,
+    OpOverload,
+    dispatch_get_all_op_names,
+    dispatch_has_kernel_for_dispatch_key,
+    dispatch_keyset_full_after,
+    unsafe_preserve_version_counter,
+)
 from ..compiling import left_out, left_out_by_itself
 from .cache import forget, outdate
 from .handouts import watch_handouts
@@ -40,7 +47,7 @@ def watch_writes() -> None:
 
 @left_out
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         weights = _written_by(optimizer)
         outdate(weights)
         remake(weights)
@@ -64,8 +71,8 @@ _libraries: list[torch.library.Library] = []
 
 def silent_ops() -> Iterator[OpOverload]:
     """Yield torch's fused optimizers that raise no version counter of what they write."""
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::_fused_") and not torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY):
+    for name in dispatch_get_all_op_names():
+        if name.startswith("aten::_fused_") and not dispatch_has_kernel_for_dispatch_key(name, _KEY):
             op = find_overload(name)
             if op is not None and _writes_a_list(op):
                 yield op
@@ -77,7 +84,7 @@ def _writes_a_list(op: OpOverload) -> bool:
 
 
 def _telling(op: OpOverload) -> Callable[..., None]:
-    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
+    below = dispatch_keyset_full_after(getattr(DispatchKey, _KEY))
 
     def kernel(keys: Any, weights: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         try:
@@ -89,7 +96,7 @@ def _telling(op: OpOverload) -> Callable[..., None]:
 
 
 def _watch_counters_set_back() -> None:
-    preserve: Any = grad_mode._unsafe_preserve_version_counter
+    preserve: Any = unsafe_preserve_version_counter
     leave = preserve.__exit__
 
     def __exit__(self: Any, *error: Any) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from ...devices.state import DeviceState
 from ...errors import EngineError, MpampWarning
@@ -29,6 +28,7 @@ from ...rules.eligibility import OBSERVERS as RANGES
 from ...rules.optable import OpTable
 from ...rules.policy import LARGEST, RAISING, CastPolicy
 from ...rules.rows import APPEND_DTYPE
+from ...torch_internals import DispatchKeySet, OpOverload, dispatch_tls_set_dispatch_key_excluded
 from .. import marks, scope
 from ..casts import aliases, cache
 from ..casts.weights import is_viewable, kind_of
@@ -42,7 +42,7 @@ VARIABLE = "MPAMP_ENGINE"
 CHOICES = ("auto", "python", "compiled")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Those of the regions that C++ serves, in the order of its tables' rows."""
-_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+_set_excluded = dispatch_tls_set_dispatch_key_excluded
 
 
 def choice() -> str:
@@ -113,7 +113,7 @@ def _connect(found: Any) -> None:
     kinds = (torch.dtype, torch.layout, torch.memory_format)
     found.set_types(*([v for v in vars(torch).values() if isinstance(v, kind)] for kind in kinds))
     found.set_dtypes(list(_DTYPES), list(LARGEST.items()))
-    key_set = torch._C.DispatchKeySet.from_raw_repr
+    key_set = DispatchKeySet.from_raw_repr
     found.set_asked(
         functools.partial(_code, found.codes), _kind, lambda each: _scope_in(found, each), is_viewable, key_set
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ...errors import EngineError
+from ...torch_internals import GLIBCXX_USE_CXX11_ABI
 from . import store, toolchain
 
 __all__ = ["build", "missing"]
@@ -78,7 +79,7 @@ def _make(folder: Path) -> None:
 
 
 def _compile(folder: Path) -> None:
-    abi = bool(torch._C._GLIBCXX_USE_CXX11_ABI)
+    abi = bool(GLIBCXX_USE_CXX11_ABI)
     command = toolchain.command(_TORCH, torch.__version__, folder / store.library().name, has_cxx11_abi=abi)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

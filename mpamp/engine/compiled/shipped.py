@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...errors import EngineError
+from ...torch_internals import GLIBCXX_USE_CXX11_ABI, cxx_flags
 from . import store, toolchain
 
 __all__ = ["FOLDER", "lack", "library", "load", "served"]
@@ -45,14 +46,14 @@ def _otherwise() -> str | None:
     """
     if toolchain.release(torch.__version__) is None:
         return "it is no release of PyTorch's own"
-    flags = str(torch._C._cxx_flags())
+    flags = str(cxx_flags())
     others, own, _ = flags.partition("-fvisibility-inlines-hidden")  # those of who built it come before torch's own
     unknown = [flag for flag in others.split() if flag not in _HARMLESS]
     if unknown or not own:
         return f"it was compiled with other flags than PyTorch's releases ({' '.join(unknown)})"
     if torch.version.debug or "-DNDEBUG" not in flags.split():
         return "it was compiled for debugging"
-    if sys.platform == "linux" and not torch._C._GLIBCXX_USE_CXX11_ABI:
+    if sys.platform == "linux" and not GLIBCXX_USE_CXX11_ABI:
         return "it was compiled with the ABI of before C++11"
     if len(str(torch.version.git_version)) != 40:
         return "it was not compiled from a commit of PyTorch's, as releases are"

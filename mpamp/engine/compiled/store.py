@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ...errors import EngineError
+from ...torch_internals import GLIBCXX_USE_CXX11_ABI, cxx_flags
 from .toolchain import NAME, SOURCE
 
 __all__ = ["OthersBuildError", "check", "checksum", "directory", "library", "load", "note", "opened", "sources"]
@@ -38,8 +39,8 @@ def sources() -> list[Path]:
 @functools.cache
 def _key() -> str:
     version = torch.__version__
-    parts = [version, str(torch._C._GLIBCXX_USE_CXX11_ABI), sysconfig.get_config_var("SOABI") or sys.version]
-    parts += [str(torch.version.git_version), torch._C._cxx_flags()]  # builds of others may all be called 2.13.0
+    parts = [version, str(GLIBCXX_USE_CXX11_ABI), sysconfig.get_config_var("SOABI") or sys.version]
+    parts += [str(torch.version.git_version), cxx_flags()]  # builds of others may all be called 2.13.0
     digest = hashlib.sha256("\n".join(parts).encode())
     for path in sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -8,10 +8,18 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import forward_ad
 
 from ...errors import MpampWarning
 from ...rules.policy import CASTABLE
+from ...torch_internals import (
+    DispatchKey,
+    dispatch_tls_is_dispatch_key_included,
+    forward_ad_level,
+    is_legacy_batchedtensor,
+    is_tracing,
+    len_torch_dispatch_stack,
+    peek_interpreter_stack,
+)
 from ..compiling import is_dynamo_compiling
 
 if TYPE_CHECKING:
@@ -23,11 +31,11 @@ MINIMUM = 2**25
 """Logits from which on the kernels are taken: below, the host's time for their launch is more than what they save."""
 _NONE, _MEAN = 0, 1
 _EXACT = (torch.Tensor, torch.nn.Parameter)
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_transform = torch._C._functorch.peek_interpreter_stack
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
-_is_included = torch._C._dispatch_tls_is_dispatch_key_included
-_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+_dispatch_modes = len_torch_dispatch_stack
+_transform = peek_interpreter_stack
+_is_batched = is_legacy_batchedtensor
+_is_included = dispatch_tls_is_dispatch_key_included
+_PRE_DISPATCH = DispatchKey.PreDispatch
 """On while ops are recorded above the Autocast keys, for ``torch.export``."""
 
 
@@ -110,8 +118,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not _is_included(_PRE_DISPATCH)
         and _transform() is None
         and not _is_batched(tensor)  # of ``is_grads_batched``
-        and not torch._C._is_tracing()
-        and forward_ad._current_level < 0
+        and not is_tracing()
+        and forward_ad_level() < 0
     )
 
 

@@ -11,7 +11,6 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from ...devices.state import DeviceState
@@ -19,6 +18,15 @@ from ...oplists import families
 from ...rules.eligibility import PARAMETERS, WRITTEN, find_overload, overload_name
 from ...rules.policy import CASTABLE, LARGEST, CastPolicy, target_dtype
 from ...rules.rows import APPEND_DTYPE
+from ...torch_internals import (
+    DispatchKey,
+    OpOverload,
+    dispatch_keyset_full_after,
+    dispatch_tls_is_dispatch_key_excluded,
+    dispatch_tls_set_dispatch_key_excluded,
+    linear,
+    peek_interpreter_stack,
+)
 from ..compiling import left_out_by_itself
 from ..losses import fused
 from ..observing import OBSERVERS, Call, is_inside_unlisted, telling_call
@@ -33,7 +41,7 @@ __all__ = ["Kernel", "Nowhere", "build", "run_below", "write_anew"]
 
 _TORCH = "mm bmm addmm baddbmm addbmm matmul mv addmv prelu cat stack"
 _FAST: dict[str, Callable[..., Any]] = {
-    "aten::linear": torch._C._nn.linear,
+    "aten::linear": linear,
     **{f"aten::{name}": getattr(torch, name) for name in _TORCH.split(" ")},
     **{f"aten::conv{n}d{overload}": getattr(torch, f"conv{n}d") for n in (1, 2, 3) for overload in ("", ".padding")},
 }
@@ -41,8 +49,8 @@ _FAST: dict[str, Callable[..., Any]] = {
 
 Kernel = Callable[..., Any]
 Resolve = Callable[[DeviceState], "Scope | None"]
-set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
-_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+set_excluded = dispatch_tls_set_dispatch_key_excluded
+_VIEWS = DispatchKey.ADInplaceOrView
 """Autograd's C++ kernels switch this key off for what they call, and only they do."""
 
 
@@ -177,7 +185,7 @@ def _constants(device: DeviceState, op: OpOverload) -> dict[str, Any]:
         "_graph_task": graph_task,
         "_mode_depth": mode_depth,
         "_is_overlaid": torch.is_autocast_cache_enabled,  # a region turns it off; a compiled program's regions, on
-        "_is_excluded": torch._C._dispatch_tls_is_dispatch_key_excluded,
+        "_is_excluded": dispatch_tls_is_dispatch_key_excluded,
         "_is_in_a_kernel": _is_in_a_kernel,
         "_get_dtype": torch.get_autocast_dtype,
         "_set_excluded": set_excluded,
@@ -255,7 +263,7 @@ def _by_keyword(op: OpOverload, kernel: Kernel) -> Kernel:
 
 def run_below(device: DeviceState, op: OpOverload) -> Kernel:
     """Return what runs an op as if its Autocast key had no kernel: what it is made of is autocast."""
-    after, redispatch = torch._C._dispatch_keyset_full_after(device.key), op._handle.redispatch_boxed
+    after, redispatch = dispatch_keyset_full_after(device.key), op._handle.redispatch_boxed
     return lambda keys, /, *args, **kwargs: redispatch(keys & after, *args, **kwargs)
 
 
@@ -267,7 +275,7 @@ def _even(value: Any, target: torch.dtype) -> Any:
     """
     if not isinstance(value, torch.Tensor) or value.dtype is not target:
         return value
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if peek_interpreter_stack() is None:
         tangent = forward_ad.unpack_dual(value).tangent
         if tangent is None or tangent.dtype is target:
             return value
@@ -279,7 +287,7 @@ def _is_in_a_kernel() -> bool:
 
     A kernel in C++ takes what it calls to have the dtypes that it asked for: ``unique`` reads what ``sort`` gives it.
     """
-    return torch._C._functorch.peek_interpreter_stack() is None
+    return peek_interpreter_stack() is None
 
 
 def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | None]:

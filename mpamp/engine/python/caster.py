@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload
 
 from ...oplists import lower_precision_ops
 from ...rules.eligibility import overload_name
 from ...rules.policy import CASTABLE
+from ...torch_internals import OpOverload, is_tracing, peek_interpreter_stack
 from ..casts.cache import is_weight
 from ..observing import telling_cast
 
@@ -29,11 +29,10 @@ def keeper(backend: Backend) -> tuple[Callable[[Scope], bool], Callable[..., tor
     The latter views the kept cast for a view of a weight. It returns what is neither as it is.
     """
     on_device, capturing, stream_of = backend.tensor_check(), backend.capture_check(), backend.stream_check()
-    is_tracing, plain = torch._C._is_tracing, torch.Tensor
-    functorch = torch._C._functorch.peek_interpreter_stack
+    tracing, functorch, plain = is_tracing, peek_interpreter_stack, torch.Tensor
 
     def may_keep(scope: Scope) -> bool:
-        if scope.cache is None or is_tracing() or functorch() is not None:
+        if scope.cache is None or tracing() or functorch() is not None:
             return False
         return capturing is None or not capturing()
 

@@ -12,8 +12,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from torch._ops import OpOverload
-
 from ...oplists import widening_ops
 from ...rules.eligibility import (
     DTYPE_OF_WEIGHTS,
@@ -27,6 +25,7 @@ from ...rules.eligibility import (
 )
 from ...rules.policy import CastPolicy
 from ...rules.rows import APPEND_DTYPE
+from ...torch_internals import OpOverload
 from .wrapping import number_slots, wraps_by_itself
 
 __all__ = ["is_normalization", "kernel_source", "names_of"]

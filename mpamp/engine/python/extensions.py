@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from ...rules.eligibility import overload_name
+from ...torch_internals import DispatchKey, OpOverload
 from .building import Kernel
 
 __all__ = ["cover", "overriding", "put_on_top", "surviving", "watch"]
@@ -41,7 +41,7 @@ def overriding() -> Iterator[None]:
         yield
 
 
-def cover(op: OpOverload, key: torch._C.DispatchKey) -> None:
+def cover(op: OpOverload, key: DispatchKey) -> None:
     """Have torch's Python dispatcher, which looks for kernels in a place of its own, find the one on top at ``key``."""
     op.py_kernels = _Kernels(op.py_kernels)
     op.py_kernels.pop(key)

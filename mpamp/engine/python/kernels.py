@@ -13,7 +13,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._ops import OpOverload
 
 from ...devices.fallthroughs import has_kernel, let_through, let_through_new, registrations
 from ...devices.listeners import LISTENERS
@@ -23,6 +22,7 @@ from ...oplists import load_table, table_names
 from ...rules.eligibility import find_overload, overload_name
 from ...rules.optable import OpTable, Row
 from ...rules.policy import RAISING, CastPolicy
+from ...torch_internals import OpOverload, get_kernel
 from .. import BEFORE_FIRST_INSTALL, compiled
 from ..casts.writes import watch_writes
 from ..marks import marks_in_use
@@ -274,9 +274,9 @@ def _kernel(device: DeviceState, name: str, *, is_torchs: bool) -> Kernel:
 
 def _native_kernel(device: DeviceState, op: OpOverload) -> Callable[..., Any]:
     """Return the kernel that ours goes on top of."""
-    if hasattr(torch.library, "get_kernel"):
-        return torch.library.get_kernel(op, device.key).call_boxed  # not every key goes by name
-    # Before torch 2.9 a kernel can't be had: follow the policy that torch's has.
+    if get_kernel is not None:
+        return get_kernel(op, device.key).call_boxed  # type: ignore[no-any-return]  # not every key goes by name
+    # No kernel can be had: follow the policy that torch's has.
     row = _native_policies(device.type).get(overload_name(op), Row(None))
     scope = Scope(OpTable.from_rows({overload_name(op): row}, name="native"), None)
     below = run_below(device, op)

@@ -13,11 +13,17 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
-from torch._ops import OpOverload
 
 from ...rules.eligibility import WRITTEN, find_overload, overload_name
 from ...rules.policy import CASTABLE
+from ...torch_internals import (
+    DispatchKey,
+    DispatchKeySet,
+    OpOverload,
+    dispatch_has_kernel_for_dispatch_key,
+    dispatch_tls_is_dispatch_key_excluded,
+    get_kernel,
+)
 from ..compiling import left_out_by_itself
 from .building import Kernel, build
 from .extensions import put_on_top
@@ -31,7 +37,7 @@ __all__ = ["COMPOSED", "NORMALIZATIONS", "install", "make_anew", "withdraw", "wi
 
 _KEY = DispatchKey.FuncTorchDynamicLayerFrontMode
 _KEYS = DispatchKeySet(_KEY)
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_is_excluded = dispatch_tls_is_dispatch_key_excluded
 
 _installed: dict[str, _Entrance] = {}
 _libraries: dict[str, torch.library.Library] = {}
@@ -75,7 +81,7 @@ class _Entrance:
 
     def __init__(self, op: OpOverload) -> None:
         self.op = op
-        self.below: Kernel = torch.library.get_kernel(op, _KEY.name).call_boxed
+        self.below: Kernel = get_kernel(op, _KEY.name).call_boxed
         self.devices: dict[str, DeviceState] = {}
         self.kernels: dict[str, Kernel] = {}
 
@@ -106,7 +112,7 @@ class _Entrance:
 
     def is_composed(self) -> bool:
         """Tell whether the transforms have no rule for the op and go by what it is made of."""
-        has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, self.op.name())
+        has_kernel = functools.partial(dispatch_has_kernel_for_dispatch_key, self.op.name())
         return has_kernel("CompositeImplicitAutograd") and not has_kernel("FuncTorchBatched")
 
     def take_apart(self, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +153,7 @@ def install(device: DeviceState, ops: Iterable[str], *, apart: bool = False) -> 
 
     Those that are installed ``apart`` can be withdrawn one by one.
     """
-    if not hasattr(torch.library, "get_kernel"):
+    if get_kernel is None:
         return
     for name in ops:
         if name not in _installed:

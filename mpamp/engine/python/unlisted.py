@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch._ops import OpOverload
 
 from ...oplists import refused
 from ...rules.eligibility import find_overload, is_out_of_place
+from ...torch_internals import OpOverload, dispatch_get_all_op_names, dispatch_has_kernel_for_dispatch_key
 
 __all__ = ["is_unlisted", "unlisted"]
 
@@ -25,7 +25,7 @@ _TOO = frozenset({"aten::_to_copy", "aten::dropout"})
 
 def unlisted() -> set[str]:
     """Return the pointwise overloads of torch's own, where dtypes meet, its casts, and all of other libraries."""
-    return {name for name in torch._C._dispatch_get_all_op_names() if is_unlisted(name)}
+    return {name for name in dispatch_get_all_op_names() if is_unlisted(name)}
 
 
 def is_unlisted(name: str) -> bool:
@@ -52,4 +52,4 @@ def _can_be_seen(op: OpOverload) -> bool:
 
 
 def _is_composite(op: OpOverload) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+    return bool(dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))

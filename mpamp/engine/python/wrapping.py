@@ -10,10 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from ...probing import outside, probing
 from ...rules.eligibility import overload_name
+from ...torch_internals import (
+    DisableTorchFunction,
+    OpOverload,
+    dispatch_has_kernel,
+    make_subclass,
+    should_allow_numbers_as_tensors,
+)
 
 __all__ = ["as_tensors", "number_slots", "wrap", "wraps_by_itself"]
 
@@ -40,13 +46,13 @@ def wrap(value: Any) -> Any:
     template = _TEMPLATES.get(_SYMBOLS.get(kind, kind))
     if template is None:
         return value
-    with outside(), torch._C.DisableTorchFunction():
+    with outside(), DisableTorchFunction():
         # By way of data, which has a version of its own: autograd keeps what is wrapped, and minds when it changes.
-        wrapped = torch.Tensor._make_subclass(torch.Tensor, template.data)
+        wrapped = make_subclass(torch.Tensor, template.data)
         if kind in _SYMBOLS:
-            wrapped._wrapped_number = value  # type: ignore[attr-defined]  # what torch gives back
+            wrapped._wrapped_number = value  # what torch gives back
         else:
-            wrapped.set_(torch.scalar_tensor(value, dtype=template.dtype, device="cpu"))  # type: ignore[call-overload]
+            wrapped.set_(torch.scalar_tensor(value, dtype=template.dtype, device="cpu"))
     return wrapped
 
 
@@ -69,7 +75,7 @@ def as_tensors(args: tuple[Any, ...], slots: frozenset[int]) -> tuple[Any, ...]:
         dtype = _TEMPLATES[type(args[i])].dtype
         if other is not None and (other.dim() == 0 or _category(other.dtype) < _category(dtype)):
             dtype = torch.result_type(other, args[i])
-        with outside(), torch._C.DisableTorchFunction():
+        with outside(), DisableTorchFunction():
             found[i] = torch.scalar_tensor(args[i], dtype=dtype, device="cpu")
     return tuple(found)
 
@@ -95,7 +101,7 @@ def number_slots(op: OpOverload) -> frozenset[int]:
     packet = op.overloadpacket
     overloads = [getattr(packet, name) for name in packet.overloads()]
     # Some, such as exp.float, are TorchScript's own.
-    others = [o._schema.arguments for o in overloads if torch._C._dispatch_has_kernel(overload_name(o))]
+    others = [o._schema.arguments for o in overloads if dispatch_has_kernel(overload_name(o))]
     return frozenset(i for i in tensors if any(len(o) > i and _is_number(str(o[i].type)) for o in others))
 
 
@@ -106,4 +112,4 @@ def _is_number(kind: str) -> bool:
 def wraps_by_itself(op: OpOverload) -> bool:
     """Tell whether ``torch.ops`` takes numbers for the op's tensors, as Python's bindings do."""
     namespace, _, name = op._schema.name.partition("::")
-    return namespace == "aten" and bool(torch._C._should_allow_numbers_as_tensors(name))
+    return namespace == "aten" and bool(should_allow_numbers_as_tensors(name))

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...engine.compiling import left_to_python
 from ...patching import Patches
+from ...torch_internals import current_graph_task_id
 
 __all__ = ["Training", "TrainingWatch"]
 
@@ -126,7 +127,7 @@ class TrainingWatch:
             self._clipped[id(param)] = name
 
     def _pass(self, tensors: Any, *_: Any, **__: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             return  # one in another, as a checkpoint's
         first = next((t for t in ([tensors] if isinstance(tensors, Tensor) else tensors)), None)
         self.found.passes_in_regions += first is not None and _is_lowered(first.device.type)

@@ -54,8 +54,9 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def as_release(monkeypatch: pytest.MonkeyPatch, version: str = "2.13.0+cpu") -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(torch._C, "_cxx_flags", lambda: " -fvisibility-inlines-hidden -DNDEBUG -O2")
-    monkeypatch.setattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True)
+    for module in (store, shipped):
+        monkeypatch.setattr(module, "cxx_flags", lambda: " -fvisibility-inlines-hidden -DNDEBUG -O2")
+        monkeypatch.setattr(module, "GLIBCXX_USE_CXX11_ABI", True)
     monkeypatch.setattr(torch.version, "git_version", "cf30153c4c131c8164ee7798e5022d810682e2cb")
     monkeypatch.setattr(torch.version, "debug", False)
 
@@ -86,13 +87,22 @@ def test_other_pythons_and_machines_have_other_names(folder: Path, monkeypatch: 
     assert (shipped.served(), shipped.library()) == ([], None)
 
 
+_ASKED = "mpamp.engine.compiled.shipped."
 OTHERWISE: dict[str, tuple[str, Any, str]] = {
-    "conda-forge": ("torch._C._cxx_flags", f"-march=nocona -fno-plt -I/conda/include{FLAGS}", "-march=nocona"),
-    "assertions": ("torch._C._cxx_flags", f"-Wp,-D_GLIBCXX_ASSERTIONS{FLAGS}", "_GLIBCXX_ASSERTIONS"),
-    "other flags": ("torch._C._cxx_flags", "-O3 -DNDEBUG", "other flags than PyTorch's releases"),
-    "debugging": ("torch._C._cxx_flags", " -fvisibility-inlines-hidden -O0 -g", "for debugging"),
+    "conda-forge": (
+        "mpamp.engine.compiled.shipped.cxx_flags",
+        f"-march=nocona -fno-plt -I/conda/include{FLAGS}",
+        "-march=nocona",
+    ),
+    "assertions": (
+        "mpamp.engine.compiled.shipped.cxx_flags",
+        f"-Wp,-D_GLIBCXX_ASSERTIONS{FLAGS}",
+        "_GLIBCXX_ASSERTIONS",
+    ),
+    "other flags": (_ASKED + "cxx_flags", "-O3 -DNDEBUG", "other flags than PyTorch's releases"),
+    "debugging": (_ASKED + "cxx_flags", " -fvisibility-inlines-hidden -O0 -g", "for debugging"),
     "a debug build": ("torch.version.debug", True, "for debugging"),
-    "old strings": ("torch._C._GLIBCXX_USE_CXX11_ABI", False, "the ABI of before C\\+\\+11"),
+    "old strings": (_ASKED + "GLIBCXX_USE_CXX11_ABI", False, "the ABI of before C\\+\\+11"),
     "a tarball": ("torch.version.git_version", "Unknown", "not compiled from a commit"),
 }
 
@@ -110,7 +120,7 @@ def test_a_torch_that_is_built_otherwise_gets_none(case: str, monkeypatch: pytes
 
 def test_releases_for_aarch64_have_two_flags_more(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = " -ffunction-sections -fdata-sections -fvisibility-inlines-hidden -DNDEBUG"
-    monkeypatch.setattr(torch._C, "_cxx_flags", lambda: flags)
+    monkeypatch.setattr(shipped, "cxx_flags", lambda: flags)
     assert shipped.library() is not None
 
 
@@ -130,8 +140,8 @@ sys.addaudithook(note)
 open(os.path.join(folder, "canary")).close()
 assert seen, "the hook sees nothing"
 shipped.FOLDER = Path(folder)
-torch._C._cxx_flags = lambda: " -fvisibility-inlines-hidden -DNDEBUG"
-torch._C._GLIBCXX_USE_CXX11_ABI = True
+shipped.cxx_flags = lambda: " -fvisibility-inlines-hidden -DNDEBUG"
+shipped.GLIBCXX_USE_CXX11_ABI = True
 torch.version.git_version = "c" * 40
 found = {}
 for version in versions:

@@ -173,7 +173,7 @@ def test_other_source_or_another_torch_is_another_build(monkeypatch: pytest.Monk
     (copied / "core.cpp").write_text("// changed")
     assert key() != before
     monkeypatch.undo()
-    for name, other in (("torch.__version__", "2.99.0"), ("torch._C._cxx_flags", lambda: "-O0")):
+    for name, other in (("torch.__version__", "2.99.0"), ("mpamp.engine.compiled.store.cxx_flags", lambda: "-O0")):
         with monkeypatch.context() as patched:
             patched.setattr(name, other)
             assert key() != before
