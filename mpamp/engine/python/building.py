@@ -29,7 +29,7 @@ from .codegen import is_normalization, kernel_source, names_of
 from .unlisted import is_unlisted
 from .wrapping import wrap
 
-__all__ = ["Kernel", "Nowhere", "build", "run_below", "write_anew"]
+__all__ = ["Kernel", "Nowhere", "build", "even", "run_below", "write_anew"]
 
 _TORCH = "mm bmm addmm baddbmm addbmm matmul mv addmv prelu cat stack"
 _FAST: dict[str, Callable[..., Any]] = {
@@ -171,7 +171,7 @@ def _constants(device: DeviceState, op: OpOverload) -> dict[str, Any]:
         "_FLOAT32": torch.float32,
         "_FLOAT64": torch.float64,
         "_forward_ad": forward_ad,
-        "_even": _even,
+        "_even": even,
         "_CASTABLE": CASTABLE,
         "_VIEWS": _VIEWS,
         "_graph_task": graph_task,
@@ -259,7 +259,7 @@ def run_below(device: DeviceState, op: OpOverload) -> Kernel:
     return lambda keys, /, *args, **kwargs: redispatch(keys & after, *args, **kwargs)
 
 
-def _even(value: Any, target: torch.dtype) -> Any:
+def even(value: Any, target: torch.dtype) -> Any:
     """Return a tensor of ``target``'s dtype whose tangent has that dtype too; anything else as it is.
 
     A normalization gives a lower-precision result with a tangent in float32, if its weights are. A cast's derivative

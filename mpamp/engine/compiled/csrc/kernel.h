@@ -254,7 +254,7 @@ class Kernel final : public c10::OperatorKernel {
     return t.to(target);
   }
 
-  // A tensor whose tangent has its dtype: as mpamp.engine.python.building._even, outside of torch.func's levels.
+  // A tensor whose tangent has its dtype: as mpamp.engine.python.building.even, outside of torch.func's levels.
   static Tensor even(const Tensor& t) {
     if (!torch::autograd::impl::get_autograd_meta(t)) return t;
     const auto& tangent = t._fw_grad(0);
