@@ -20,7 +20,16 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["facts", "families", "load_table", "lower_precision_ops", "refused", "table_names", "widening_ops"]
+__all__ = [
+    "facts",
+    "families",
+    "load_table",
+    "lower_precision_ops",
+    "parameters_of",
+    "refused",
+    "table_names",
+    "widening_ops",
+]
 
 
 _LOWER = CastPolicy.LOWER_PRECISION_FP
@@ -71,6 +80,16 @@ def facts(kind: str) -> frozenset[str]:
         True
     """
     return frozenset(full_name(op) for op in _data("facts.toml")[kind])
+
+
+def parameters_of(op: str) -> tuple[str, ...]:
+    """Return the names of an overload's tensors that are numbers for it, such as scales: float64 ones ask for nothing.
+
+    Example:
+        >>> parameters_of("aten::quantize_per_channel"), parameters_of("aten::mm")
+        (('scales', 'zero_points'), ())
+    """
+    return tuple(_data("facts.toml")["parameters"].get(op.removeprefix("aten::"), ()))
 
 
 def table_names(device: str) -> list[str]:

@@ -193,6 +193,7 @@ def _functions(device: DeviceState, op: OpOverload, call: Kernel) -> dict[str, A
     may_keep, kept = keeper(device.backend)
     return {
         "_target_of": _target_of(device, name),
+        "_unless_double": _unless_double,
         "_may_keep": may_keep,
         "_kept": kept,
         **_casting(device, op, call, caster),
@@ -298,6 +299,11 @@ def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | No
         return target_dtype(policy, name, lower, dtypes)
 
     return target_of
+
+
+def _unless_double(parameter: Any) -> Any:
+    """Return an op's parameter, but None for a float64 one: such don't count."""
+    return None if isinstance(parameter, torch.Tensor) and parameter.dtype is torch.float64 else parameter
 
 
 _SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
