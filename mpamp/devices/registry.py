@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,16 @@ from ..rules.optable import OpTable, Row
 from .listeners import LISTENERS
 from .state import DeviceState
 
-__all__ = ["DeviceState", "device_state", "get_backend", "get_op_table", "serve_by", "served_type", "set_op_rules"]
+__all__ = [
+    "DeviceState",
+    "device_state",
+    "get_backend",
+    "get_op_table",
+    "is_capturing",
+    "serve_by",
+    "served_type",
+    "set_op_rules",
+]
 
 
 class _ImportWatcher(importlib.abc.MetaPathFinder):
@@ -160,6 +170,21 @@ def served_type(device_type: str) -> str:
 def devices_in_use() -> list[DeviceState]:
     """Return the devices that a region has asked for so far."""
     return list(DEVICES)
+
+
+def is_capturing(device_type: str | None = None) -> bool:
+    """Tell whether the calling thread records a graph for replay: of a device type, or of any that is in use."""
+    for device in devices_in_use() if device_type is None else [device_state(device_type)]:
+        check = _capture_check(device.backend)
+        if check is not None and check():
+            return True
+    return False
+
+
+@functools.cache
+def _capture_check(backend: Backend) -> Callable[[], bool] | None:
+    """Return how a backend tells that; asked once, for it may have to count cards."""
+    return backend.capture_check()
 
 
 def get_backend(device: str | torch.device) -> Backend:

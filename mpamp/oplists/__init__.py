@@ -1,4 +1,4 @@
-"""The op lists as data: families of ops (``families.toml``) and the named tables made of them (``tables.toml``)."""
+"""The op lists as data: families of ops (``families.toml``), the named tables made of them, facts about single ops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["families", "load_table", "lower_precision_ops", "refused", "table_names", "widening_ops"]
+__all__ = [
+    "facts",
+    "families",
+    "load_table",
+    "lower_precision_ops",
+    "parameters_of",
+    "refused",
+    "table_names",
+    "widening_ops",
+]
 
 
 _LOWER = CastPolicy.LOWER_PRECISION_FP
@@ -61,6 +70,26 @@ def refused() -> dict[str, str]:
         'it gives memory, which kernels in C++ fill as the dtype that they asked for'
     """
     return {f"aten::{op}": group["why"] for group in _data("refused.toml").values() for op in group["ops"]}
+
+
+def facts(kind: str) -> frozenset[str]:
+    """Return the overloads of which ``facts.toml`` says so.
+
+    Example:
+        >>> "aten::erf" in facts("float32_tangents")
+        True
+    """
+    return frozenset(full_name(op) for op in _data("facts.toml")[kind])
+
+
+def parameters_of(op: str) -> tuple[str, ...]:
+    """Return the names of an overload's tensors that are numbers for it, such as scales: float64 ones ask for nothing.
+
+    Example:
+        >>> parameters_of("aten::quantize_per_channel"), parameters_of("aten::mm")
+        (('scales', 'zero_points'), ())
+    """
+    return tuple(_data("facts.toml")["parameters"].get(op.removeprefix("aten::"), ()))
 
 
 def table_names(device: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -61,17 +60,6 @@ def has_kernel(device_type: str, op: str) -> bool:
 def is_on_host(tensor: Tensor) -> bool:
     """Tell whether the host can read a tensor without waiting for a device."""
     return tensor.device.type not in _asynchronous()
-
-
-def is_capturing(device_type: str) -> bool:
-    """Tell whether the calling thread records a graph of the device for replay."""
-    check = _capture_check(device_type)
-    return check is not None and check()
-
-
-@functools.cache
-def _capture_check(device_type: str) -> Callable[[], bool] | None:
-    return device_state(device_type).backend.capture_check()
 
 
 @functools.cache

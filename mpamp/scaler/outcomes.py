@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices.registry import device_state
+from ..devices.registry import device_state, is_capturing
 from . import kernels
 from .history import History, ScaleEvent, StepResult
 from .watch import SkipWatch
@@ -59,8 +59,8 @@ class Outcomes:
             found_inf: Shape [].
             checked: How many optimizers' gradients were.
         """
-        is_capturing = kernels.is_capturing(scale.device.type)
-        rows = self.history.push(scale, found_inf, in_place=is_capturing)
+        capturing = is_capturing(scale.device.type)
+        rows = self.history.push(scale, found_inf, in_place=capturing)
         results = [result for _, result in self._results.values() if result.step == self.updates + 1]
         self.updates += 1
         for result in results:
@@ -73,7 +73,7 @@ class Outcomes:
         if kernels.is_on_host(found_inf):
             value: Any = found_inf.tolist()
             return self.watch.saw(value > 0)
-        return not is_capturing and self.watch.saw_on_device(rows, device_state(scale.device.type).backend)
+        return not capturing and self.watch.saw_on_device(rows, device_state(scale.device.type).backend)
 
 
 def _listeners() -> Any:

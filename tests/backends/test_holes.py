@@ -107,6 +107,37 @@ def test_runs_with_any_two_dtypes(name: str, lower: torch.dtype, pair: str) -> N
     torch.testing.assert_close(found.float(), expected.float(), rtol=0.02, atol=0.02)
 
 
+_SCALES = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+_ZEROS = torch.zeros(4, dtype=torch.float64)
+_WITH_PARAMETERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "quantize_per_channel": lambda t: torch.quantize_per_channel(t, _SCALES, _ZEROS, 1, torch.quint8).dequantize(),
+    "quantize_per_tensor, tensors": lambda t: torch.quantize_per_tensor(
+        t, _SCALES[0], _ZEROS[0], torch.quint8
+    ).dequantize(),
+    "quantize_per_tensor, list": lambda t: torch.quantize_per_tensor([t], _SCALES[:1], _ZEROS[:1], torch.quint8)[
+        0
+    ].dequantize(),
+    "fake_quantize": lambda t: torch.fake_quantize_per_tensor_affine(t, _SCALES[0], torch.tensor(0), 0, 255),
+    "fake_quantize, learnt": lambda t: torch._fake_quantize_learnable_per_tensor_affine(
+        t, _SCALES[:1], _ZEROS[:1], 0, 255
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
+@pytest.mark.parametrize("lower", LOWER, ids=str)
+@pytest.mark.parametrize("name", _WITH_PARAMETERS)
+def test_scales_in_float64_are_numbers_of_the_op_s_own(name: str, lower: torch.dtype) -> None:
+    """A float64 scale has the op take a 16-bit layer's result in float32, as a float32 one does."""
+    call = _WITH_PARAMETERS[name]
+    low = A.to(lower)
+    with mpamp.autocast("cpu", lower):
+        found = call(low)
+        assert call(A.double()).dtype is torch.float64 if "fake" in name else True  # what it computes with says more
+    assert found.dtype is FULL
+    torch.testing.assert_close(found, call(low.float()))
+
+
 @pytest.mark.filterwarnings("ignore:.*(Sparse|sparse csr)")
 @pytest.mark.parametrize("lower", LOWER, ids=str)
 def test_gradients_of_a_sparse_product(lower: torch.dtype) -> None:

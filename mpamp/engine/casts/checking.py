@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...devices.registry import devices_in_use
+from ...devices.registry import is_capturing
 from ...errors import StaleCastError
 from ...torch_internals import DisableTorchFunction, disable_current_modes
 from .cache import Kept, kept
@@ -74,7 +74,7 @@ def checked(enter: F) -> F:
 
     @functools.wraps(enter)
     def checked_enter(self: Any) -> Any:
-        if not _is_capturing():
+        if not is_capturing():
             stale = _stale(kept(of_all_threads=False), {})
             if stale:
                 raise StaleCastError(
@@ -90,11 +90,6 @@ def checked(enter: F) -> F:
 def _named_tensors(model: torch.nn.Module) -> dict[int, tuple[str, Tensor]]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {id(tensor): (name, tensor) for name, tensor in tensors}
-
-
-def _is_capturing() -> bool:
-    checks = [device.backend.capture_check() for device in devices_in_use()]
-    return any(check() for check in checks if check is not None)
 
 
 def _stale(casts: Iterable[Kept], named: dict[int, tuple[str, Tensor]]) -> list[StaleCast]:

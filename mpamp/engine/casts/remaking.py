@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...devices.registry import device_state, devices_in_use
+from ...devices.registry import device_state, is_capturing
 from ...probing import probing
 from ...torch_internals import (
     DisableTorchFunction,
@@ -60,8 +60,7 @@ def _is_watched() -> bool:
     """Tell whether what runs here becomes part of a graph or of a program, or is seen by a dispatch mode."""
     if _mode_depth() or is_tracing() or peek_interpreter_stack() is not None:
         return True
-    checks = [device.backend.capture_check() for device in devices_in_use()]
-    return any(check() for check in checks if check is not None)
+    return is_capturing()
 
 
 def _remake_by_target(entries: Entries, weights: list[Tensor]) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from ...devices.state import DeviceState
 from ...errors import EngineError, MpampWarning
-from ...oplists import widening_ops
+from ...oplists import parameters_of, widening_ops
 from ...plugins.backend import Backend
 from ...rules.eligibility import DTYPE_OF_WEIGHTS, HELD, NEED_ONE_DTYPE, WRITTEN, is_in_place, overload_name
 from ...rules.eligibility import OBSERVERS as RANGES
@@ -220,7 +220,9 @@ def install(
     if handle is None and keeps:  # whether a graph is being recorded can't be known in C++
         return None
     held = [a.name for a in op._schema.arguments if a.name in HELD and "number" in str(a.type)]
-    return Installed(found, found.install(name, handle or _bare(found, device), _numbers[facts], keeps, held, kernel))
+    parameters = list(parameters_of(name))
+    place = handle or _bare(found, device)
+    return Installed(found, found.install(name, place, _numbers[facts], keeps, held, parameters, kernel))
 
 
 class Installed:

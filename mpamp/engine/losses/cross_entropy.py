@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...devices.registry import is_capturing
 from ...errors import MpampWarning
 from ...rules.policy import CASTABLE
 from ...torch_internals import (
@@ -63,8 +64,7 @@ def cross_entropy(
         return None
     if not _fits(backend, logits, target, weight, label_smoothing):
         return None
-    capturing = backend.capture_check()
-    if (capturing is not None and capturing()) or not _works(logits.device, logits.dtype):
+    if is_capturing(logits.device.type) or not _works(logits.device, logits.dtype):
         return None
     targets = target.reshape(-1).contiguous()
     weights = None if weight is None else weight.to(torch.float32).contiguous()

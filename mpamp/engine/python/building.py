@@ -37,7 +37,7 @@ from .codegen import is_normalization, kernel_source, names_of
 from .unlisted import is_unlisted
 from .wrapping import wrap
 
-__all__ = ["Kernel", "Nowhere", "build", "run_below", "write_anew"]
+__all__ = ["Kernel", "Nowhere", "build", "even", "run_below", "write_anew"]
 
 _TORCH = "mm bmm addmm baddbmm addbmm matmul mv addmv prelu cat stack"
 _FAST: dict[str, Callable[..., Any]] = {
@@ -179,7 +179,7 @@ def _constants(device: DeviceState, op: OpOverload) -> dict[str, Any]:
         "_FLOAT32": torch.float32,
         "_FLOAT64": torch.float64,
         "_forward_ad": forward_ad,
-        "_even": _even,
+        "_even": even,
         "_CASTABLE": CASTABLE,
         "_VIEWS": _VIEWS,
         "_graph_task": graph_task,
@@ -201,6 +201,7 @@ def _functions(device: DeviceState, op: OpOverload, call: Kernel) -> dict[str, A
     may_keep, kept = keeper(device.backend)
     return {
         "_target_of": _target_of(device, name),
+        "_unless_double": _unless_double,
         "_may_keep": may_keep,
         "_kept": kept,
         **_casting(device, op, call, caster),
@@ -267,7 +268,7 @@ def run_below(device: DeviceState, op: OpOverload) -> Kernel:
     return lambda keys, /, *args, **kwargs: redispatch(keys & after, *args, **kwargs)
 
 
-def _even(value: Any, target: torch.dtype) -> Any:
+def even(value: Any, target: torch.dtype) -> Any:
     """Return a tensor of ``target``'s dtype whose tangent has that dtype too; anything else as it is.
 
     A normalization gives a lower-precision result with a tangent in float32, if its weights are. A cast's derivative
@@ -306,6 +307,11 @@ def _target_of(device: DeviceState, name: str) -> Callable[..., torch.dtype | No
         return target_dtype(policy, name, lower, dtypes)
 
     return target_of
+
+
+def _unless_double(parameter: Any) -> Any:
+    """Return an op's parameter, but None for a float64 one: such don't count."""
+    return None if isinstance(parameter, torch.Tensor) and parameter.dtype is torch.float64 else parameter
 
 
 _SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})

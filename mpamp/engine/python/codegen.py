@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ...oplists import widening_ops
+from ...oplists import parameters_of, widening_ops
 from ...rules.eligibility import (
     DTYPE_OF_WEIGHTS,
     HELD,
@@ -266,9 +266,13 @@ _Body = tuple[list[str], list[str]]
 
 def _body(op: OpOverload, names: list[str], seen: list[Argument], tensors: list[Argument], passed: str) -> _Body:
     held = [n for n, a in zip(names, op._schema.arguments, strict=True) if a.name in HELD and "number" in str(a.type)]
-    target = [f"_target = _target_of(_policy, _lower, ({_all(seen)}), ({''.join(n + ', ' for n in held)}))"]
+    parameters = [
+        n for n, a in zip(names, op._schema.arguments, strict=True) if a.name in parameters_of(overload_name(op))
+    ]
+    minded = "".join(f"_unless_double({t.name}), " if t.name in parameters else f"{t.name}, " for t in seen).rstrip()
+    target = [f"_target = _target_of(_policy, _lower, ({minded}), ({''.join(n + ', ' for n in held)}))"]
     if not any(t.is_list for t in seen):
-        doubles = " or ".join(f"{t.guard}{t.name}.dtype is _FLOAT64" for t in seen)
+        doubles = " or ".join(f"{t.guard}{t.name}.dtype is _FLOAT64" for t in seen if t.name not in parameters)
         target = [
             "if _policy is _LOWER:",
             f"    _target = None if {doubles} else _lower",

@@ -117,7 +117,7 @@ def install(device: DeviceState, table: OpTable, dtype: torch.dtype) -> bool:
                     _install_one(device, op)
             _let_observe(device, table)
             listed = [op for op, row in table.items() if row.at(dtype) is not None]
-            transforms.install(device, [*listed, *transforms.COMPOSED, *transforms.NORMALIZATIONS])
+            transforms.install(device, [*listed, *transforms.UNLISTED])
             planned[dtype] = all(find_overload(op) is not None for op in table)
             mark_tag_stale()
         if not _tag.is_fresh:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...oplists import facts
 from ...rules.eligibility import WRITTEN, find_overload, overload_name
 from ...rules.policy import CASTABLE
 from ...torch_internals import (
@@ -22,10 +23,12 @@ from ...torch_internals import (
     OpOverload,
     dispatch_has_kernel_for_dispatch_key,
     dispatch_tls_is_dispatch_key_excluded,
+    forward_ad_level,
     get_kernel,
+    tree_map_only,
 )
 from ..compiling import left_out_by_itself
-from .building import Kernel, build
+from .building import Kernel, build, even
 from .extensions import put_on_top
 from .wrapping import as_tensors, number_slots
 
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from ...devices.registry import DeviceState
     from ...plugins.backend import Backend
 
-__all__ = ["COMPOSED", "NORMALIZATIONS", "install", "make_anew", "withdraw", "withdraw_apart", "withdraw_idle"]
+__all__ = ["UNLISTED", "install", "make_anew", "withdraw", "withdraw_apart", "withdraw_idle"]
 
 _KEY = DispatchKey.FuncTorchDynamicLayerFrontMode
 _KEYS = DispatchKeySet(_KEY)
@@ -45,14 +48,17 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 _MADE_OF_ROWS = "inner bilinear kron cosine_similarity chain_matmul pinverse linalg_tensorsolve"
-COMPOSED = tuple(f"aten::{name}" for name in _MADE_OF_ROWS.split(" "))
-"""Ops that tables need not list, and that are made of composite ops which they do list, such as tensordot."""
-_NORMALIZATIONS = (
+_COMPOSED = tuple(f"aten::{name}" for name in _MADE_OF_ROWS.split(" "))
+"""Ops that are made of composite ops which tables list, such as tensordot."""
+_WITH_PARAMETERS = (
     "layer_norm native_layer_norm group_norm native_group_norm rms_norm _fused_rms_norm batch_norm instance_norm",
     "native_batch_norm _batch_norm_impl_index _native_batch_norm_legit _batch_norm_with_update cudnn_batch_norm",
 )
-NORMALIZATIONS = tuple(f"aten::{name}" for names in _NORMALIZATIONS for name in names.split(" "))
+_NORMALIZATIONS = tuple(f"aten::{name}" for names in _WITH_PARAMETERS for name in names.split(" "))
 """Ops that take parameters in float32 beside an input in lower precision, which their rules for vmap and jvp don't."""
+_FLOAT32_TANGENTS = facts("float32_tangents")
+UNLISTED = (*_COMPOSED, *_NORMALIZATIONS, *sorted(_FLOAT32_TANGENTS))
+"""Ops that tables need not list."""
 
 
 def _in_one_dtype(op: OpOverload, run: Kernel) -> Kernel:
@@ -72,6 +78,18 @@ def _in_one_dtype(op: OpOverload, run: Kernel) -> Kernel:
         if isinstance(result, torch.Tensor):
             return result.to(tensors[0].dtype)
         return (result[0].to(tensors[0].dtype), *result[1:])
+
+    return call
+
+
+def _with_even_tangents(run: Kernel) -> Kernel:
+    """Return what runs an op such that each result's tangent, which may come in float32, has the result's dtype."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        if forward_ad_level() < 0:
+            return result
+        return tree_map_only(torch.Tensor, lambda t: even(t, t.dtype) if t.is_floating_point() else t, result)
 
     return call
 
@@ -121,16 +139,18 @@ class _Entrance:
 
     def _build(self, device: DeviceState) -> Kernel:
         run = self.take_apart if self.is_composed() else self.run_below
-        call: Kernel = functools.partial(self.run_below, _KEYS)
-        if overload_name(self.op) in NORMALIZATIONS:
-            call = _in_one_dtype(self.op, call)
 
         def absent(scope: Any, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if overload_name(self.op) in NORMALIZATIONS:
-                return _in_one_dtype(self.op, functools.partial(run, keys))(*args, **kwargs)
-            return run(keys, *args, **kwargs)
+            return self._served(functools.partial(run, keys))(*args, **kwargs)
 
+        call = self._served(functools.partial(self.run_below, _KEYS))
         return build(device, self.op, outside=self.run_below, absent=absent, call=call)
+
+    def _served(self, run: Kernel) -> Kernel:
+        name = overload_name(self.op)
+        if name in _FLOAT32_TANGENTS:
+            return _with_even_tangents(run)
+        return _in_one_dtype(self.op, run) if name in _NORMALIZATIONS else run
 
 
 @functools.cache

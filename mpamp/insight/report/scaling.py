@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.amp.grad_scaler import OptState
 
+from ...devices.registry import is_capturing
 from ...engine.compiling import left_to_python
 from ...patching import Patches
 from ...scaler.gradients import has_non_finite
-from ...scaler.kernels import is_capturing
 from ...scaler.scaler import GradScaler
 from ...scaler.stepping import SteppingPart
 from ...scaler.unscaling import UnscalingPart

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import mpamp
 from mpamp.devices.registry import device_state
 from mpamp.engine.python import kernels
+from mpamp.oplists import facts
 from tests.torches import needs_transforms
 
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
@@ -251,8 +252,6 @@ def test_models_of_mixed_dtypes(way: str, name: str, dtype: torch.dtype) -> None
     """They work wherever they do without a region, and give what that gives to the region's precision."""
     if (way, name) == ("hvp", "batch norm, training"):
         pytest.skip("a tangent of ones is what this norm takes away: what is left is rounding")
-    if name == "conv" and way in ("hvp", "hessian") and dtype is torch.float16:
-        pytest.xfail("around a region: a gradient's tangent is in float32 where the float16 kernel wants its dtype")
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), _MODELS[name](), torch.nn.GELU(), torch.nn.Linear(8, 3))
     x = torch.randn(3, 8)
@@ -283,3 +282,73 @@ def test_a_tangent_has_the_dtype_of_what_a_product_is_given() -> None:
             for y in (x @ weight, torch.nn.functional.linear(x, weight), torch.chain_matmul(x, weight, weight)):
                 primal, tangent = forward_ad.unpack_dual(y)
                 assert primal.dtype is tangent.dtype is torch.bfloat16  # type: ignore[union-attr]
+
+
+def _called(name: str, x: torch.Tensor) -> Any:
+    """Return what an op gives for a matrix, and for what else it must be given."""
+    op, _, overload = name.removeprefix("aten::").partition(".")
+    more: dict[str, tuple[Any, ...]] = {
+        "logaddexp": (-x,), "logaddexp2": (-x,), "ldexp": (x,), "gelu_backward": (x,), "mvlgamma": (1,),
+        "logcumsumexp": (0,), "_safe_softmax": (0,),
+    }  # fmt: skip
+    by_dim = ((0,),) if overload == "dim" else ()
+    return getattr(getattr(torch.ops.aten, op), overload or "default")(x, *more.get(op, by_dim))
+
+
+@pytest.mark.parametrize("name", sorted(facts("float32_tangents")))
+def test_a_tangent_has_its_result_s_dtype(name: str) -> None:
+    """Where the formula of an op that no table lists is made of ops that run in float32, such as exp."""
+    x = torch.linspace(0.1, 0.9, 6, dtype=HALF).reshape(2, 3)
+
+    def results(x: torch.Tensor) -> list[torch.Tensor]:
+        found = _called(name, x)
+        return [found] if isinstance(found, torch.Tensor) else list(found)
+
+    with mpamp.autocast("cpu", dtype=HALF):
+        primals, tangents = torch.func.jvp(results, (x,), (torch.ones_like(x),))
+    assert {t.dtype for t in (*primals, *tangents)} == {HALF}
+
+
+_W = torch.sin(torch.arange(64.0)).reshape(8, 8) / 3
+_TAKING_ONE_DTYPE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "linear": lambda x: functional.linear(x, _W),
+    "mm": lambda x: torch.mm(x, _W),
+    "bmm": lambda x: torch.bmm(x[None], _W[None])[0],
+    "baddbmm": lambda x: torch.baddbmm(x[None], x[None], _W[None])[0],
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "conv1d": lambda x: functional.conv1d(x.reshape(3, 2, 4), torch.ones(2, 2, 1)),
+    "conv2d": lambda x: functional.conv2d(x.reshape(3, 2, 2, 2), torch.ones(2, 2, 1, 1)),
+    "conv3d": lambda x: functional.conv3d(x.reshape(3, 2, 2, 2, 1), torch.ones(2, 2, 1, 1, 1)),
+    "conv_transpose2d": lambda x: functional.conv_transpose2d(x.reshape(3, 2, 2, 2), torch.ones(2, 2, 1, 1)),
+    "attention": lambda x: attention(x[None, None], x[None, None], x[None, None]),
+    "index": lambda x: x[torch.tensor([0, 2])],
+    "gather": lambda x: x.gather(1, torch.tensor([[0, 2], [1, 1], [3, 0]])),
+    "max_pool1d": lambda x: functional.max_pool1d(x[None], 2),
+    "avg_pool1d": lambda x: functional.avg_pool1d(x[None], 2),
+    "sort": lambda x: x.sort()[0],
+}
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+@pytest.mark.parametrize("way", ["hvp", "hessian", "vmap of hvp", "jvp of vjp"])
+@pytest.mark.parametrize("name", _TAKING_ONE_DTYPE)
+def test_a_gradient_s_tangent_is_taken_by_what_takes_one_dtype(name: str, way: str, dtype: torch.dtype) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(_TAKING_ONE_DTYPE[name](x @ _W))
+
+    def vjp_of(x: torch.Tensor) -> Any:
+        result, pull = torch.func.vjp(function, x)
+        return pull(torch.ones_like(result))[0]
+
+    ways: dict[str, Callable[[torch.Tensor], Any]] = {
+        "hvp": lambda x: _hvp(function, x),
+        "hessian": lambda x: _WAYS["hessian"](function, x),
+        "vmap of hvp": lambda x: torch.vmap(lambda x: _hvp(function, x))(torch.stack([x, x / 2])),
+        "jvp of vjp": lambda x: _jvp(vjp_of, x),
+    }
+    torch.manual_seed(0)
+    x = torch.randn(3, 8)
+    want = ways[way](x)
+    with mpamp.autocast("cpu", dtype=dtype):
+        found = ways[way](x)
+    assert torch.allclose(found.float(), want, atol=0.1 * float(want.abs().max()))

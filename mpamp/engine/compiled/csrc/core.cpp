@@ -182,9 +182,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("codes") = codes();
   m.def("table", &table);
   m.def("device", &device);
-  m.def("install", [](const std::string& name, py::capsule device, int number, bool keeps, std::vector<std::string> held, py::object kernel) {
+  m.def("install", [](const std::string& name, py::capsule device, int number, bool keeps, std::vector<std::string> held,
+                      std::vector<std::string> parameters, py::object kernel) {
     return in_capsule(
-        install(name, from_capsule<Device>(device, kDevice), {number, keeps, std::move(held)}, std::move(kernel)).release(), kInstalled);
+        install(name, from_capsule<Device>(device, kDevice), {number, keeps, std::move(held), std::move(parameters)}, std::move(kernel)).release(), kInstalled);
   });
   m.def("destroy", [](py::capsule installed) { from_capsule<Installed>(installed, kInstalled).destroy(); });
   m.def("scope", &scope);

@@ -75,12 +75,16 @@ class Kernel final : public c10::OperatorKernel {
     int number;
     bool keeps; // returns no argument, so a kept cast may be given to it
     std::vector<std::string> held; // arguments that are numbers which a result may hold
+    std::vector<std::string> parameters; // tensors whose being float64 says nothing
   };
 
   Kernel(Device device, Facts facts, py::object python, const c10::OperatorHandle& op)
       : device_(device), facts_(std::move(facts)), python_(std::move(python)),
         after_(c10::DispatchKeySet(DispatchKeySet::FULL_AFTER, device.key)) {
     auto& arguments = op.schema().arguments();
+    auto is_in = [](const std::vector<std::string>& names, const std::string& name) {
+      return std::find(names.begin(), names.end(), name) != names.end();
+    };
     for (size_t i = 0; i < arguments.size(); ++i) {
       auto kind = arguments[i].real_type();
       if (auto optional = kind->cast<c10::OptionalType>()) kind = optional->getElementType();
@@ -90,7 +94,8 @@ class Kernel final : public c10::OperatorKernel {
       }
       if (kind->kind() == c10::TypeKind::TensorType) tensors_.push_back(i);
       if (arguments[i].name() == "dtype" && kind->kind() == c10::TypeKind::ScalarTypeType) dtype_ = static_cast<int>(i);
-      if (std::find(facts_.held.begin(), facts_.held.end(), arguments[i].name()) != facts_.held.end()) held_.push_back(i);
+      if (is_in(facts_.held, arguments[i].name())) held_.push_back(i);
+      if (is_in(facts_.parameters, arguments[i].name())) parameters_.push_back(i);
     }
     // An op that is only let through has no kernel that could be called.
     const bool has_native = op.hasKernelForDispatchKey(device.key) && !op.isKernelFallthroughKernel(device.key);
@@ -157,26 +162,29 @@ class Kernel final : public c10::OperatorKernel {
     for (auto index : tensors_) {
       auto& value = stack[first + index];
       if (value.isTensor()) {
-        run(value.toTensor());
+        run(index, value.toTensor());
       } else if (value.isTensorList()) {
-        for (const Tensor& tensor : value.toTensorVector()) run(tensor);
+        for (const Tensor& tensor : value.toTensorVector()) run(index, tensor);
       } else if (value.isList()) {
         for (const IValue& item : value.toListRef())
-          if (item.isTensor()) run(item.toTensor());
+          if (item.isTensor()) run(index, item.toTensor());
       }
     }
   }
 
+  bool is_parameter(size_t index) const {
+    return std::find(parameters_.begin(), parameters_.end(), index) != parameters_.end();
+  }
   bool is_here(const Tensor& t) const { return t.device().type() == device_.type; }
 
   Seen look(Stack& stack, size_t first) const {
     Seen seen;
     bool is_first = true;
-    each(stack, first, [&](const Tensor& t) {
+    each(stack, first, [&](size_t index, const Tensor& t) {
       if (!t.defined()) return;
       bool is_number = t.unsafeGetTensorImpl()->is_wrapped_number();
       bool may_be_cast = is_castable(t.scalar_type());
-      if (t.scalar_type() == at::kDouble && !is_number) seen.has_double = true;
+      if (t.scalar_type() == at::kDouble && !is_number && !is_parameter(index)) seen.has_double = true;
       if (t.layout() != at::kStrided || t.unsafeGetTensorImpl()->is_python_dispatch()) seen.is_odd = true;
       if (may_be_cast && is_here(t)) seen.dtypes.set(static_cast<int>(t.scalar_type()));
       if (std::exchange(is_first, false)) seen.first_is_castable = may_be_cast;
@@ -254,7 +262,7 @@ class Kernel final : public c10::OperatorKernel {
     return t.to(target);
   }
 
-  // A tensor whose tangent has its dtype: as mpamp.engine.python.building._even, outside of torch.func's levels.
+  // A tensor whose tangent has its dtype: as mpamp.engine.python.building.even, outside of torch.func's levels.
   static Tensor even(const Tensor& t) {
     if (!torch::autograd::impl::get_autograd_meta(t)) return t;
     const auto& tangent = t._fw_grad(0);
@@ -353,7 +361,7 @@ class Kernel final : public c10::OperatorKernel {
   Facts facts_;
   Held python_;
   DispatchKeySet after_;
-  std::vector<size_t> tensors_, held_; // where tensors, or lists of them, and numbers to mind are passed
+  std::vector<size_t> tensors_, held_, parameters_; // where tensors, or lists of them, and numbers to mind are passed
   int dtype_ = -1;
   bool has_unknown_native_ = false; // torch before 2.9 doesn't give it away
 #ifdef MPAMP_HAS_COMPUTED_KERNEL
