@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses import fake_tensor
 
-from tests import combinations, places
+from tests import combinations, places, processes
 
 # Each worker of pytest-xdist would otherwise start as many threads as there are cores, and small ops crawl.
 torch.set_num_threads(1)
@@ -70,3 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     places.summarize(terminalreporter)
+
+
+def pytest_unconfigure() -> None:
+    processes.stop()

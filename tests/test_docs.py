@@ -24,6 +24,7 @@ from mpamp.plugins import hookspecs
 from mpamp.rules.eligibility import find_overload, full_name
 from mpamp.rules.optable import OpTable
 from mpamp.rules.policy import CastPolicy
+from tests import processes
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -199,8 +200,7 @@ def _blocks(page: str) -> list[str]:
 def test_the_backends_python_runs() -> None:
     """In a process of its own: it names a device to torch."""
     code = "\n".join(_blocks("backend-plugin.md"))
-    command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    done = processes.python("-W", "error", "-c", code, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert ", 0 failed" in done.stdout
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import processes
 
 ROOT = Path(__file__).parents[1]
 ALLOWED = {"torch", "pluggy", "packaging", "mpamp", "tomli"}
@@ -33,13 +34,8 @@ print(json.dumps(dict(new=new, contexts=contexts, tables=tables)))
 def import_mpamp(prelude: str = "", epilogue: str = "", path: Path | None = None) -> dict[str, Any]:
     """Import mpamp after torch in a fresh process; return what that loaded."""
     paths = os.pathsep.join(str(p) for p in (ROOT, path) if p is not None)
-    process = subprocess.run(
-        [sys.executable, "-c", REPORT.format(prelude=prelude, epilogue=epilogue)],
-        env={**os.environ, "PYTHONPATH": paths},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    program = REPORT.format(prelude=prelude, epilogue=epilogue)
+    process = processes.python("-c", program, env={**os.environ, "PYTHONPATH": paths}, cwd=ROOT)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 

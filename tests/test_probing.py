@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from mpamp.probing import probing
+from tests import processes
 
 Ask = Callable[[torch.Tensor], torch.Tensor]
 
@@ -111,5 +110,5 @@ assert f(torch.ones(2, 4)).isfinite().all()
 )
 def test_the_first_region_of_a_process(place: str) -> None:
     code = _FIRST.format(place=place)
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    run = processes.python("-W", "ignore", "-c", code)
     assert run.returncode == 0, run.stderr[-2000:]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpamp
 from mpamp.engine import marks
+from tests import processes
 from tests.paths import search_path
 
 ROOT = Path(__file__).parents[1]
@@ -528,8 +527,7 @@ print(y.dtype, counters["aot_autograd"]["autograd_cache_hit"], counters["inducto
 def run_python(code: str, *arguments: str, **environment: str) -> str:
     """Run a program in a fresh process and return what it printed."""
     environment = {**os.environ, "PYTHONPATH": search_path(ROOT), **environment}
-    command = [sys.executable, "-c", code, *arguments]
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    process = processes.python("-c", code, *arguments, cwd=ROOT, env=environment)
     assert process.returncode == 0, process.stderr
     return process.stdout
 

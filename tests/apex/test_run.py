@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -16,6 +15,7 @@ from click.testing import CliRunner
 import mpamp.apex
 from mpamp.apex import amp
 from mpamp.cli.app import app
+from tests import processes
 from tests.paths import search_path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "apex_style" / "train_digits.py"
@@ -93,9 +93,9 @@ def test_initialize_has_apexs_signature():
 
 
 def run_example(*arguments, env=None):
-    command = [sys.executable, "-c", "from mpamp.cli.main import main; main()", "run", "--device", "cpu", str(EXAMPLE)]
+    command = ["-c", "from mpamp.cli.main import main; main()", "run", "--device", "cpu", str(EXAMPLE)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(EXAMPLE.parents[2]), **(env or {})}
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, env=environment)
+    done = processes.python(*command, *arguments, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

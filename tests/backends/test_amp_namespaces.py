@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import mpamp
 from mpamp.backends.cpu import amp as cpu_amp
 from mpamp.backends.cuda import amp as cuda_amp
 from mpamp.backends.xpu import amp as xpu_amp
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -215,8 +214,8 @@ def test_a_backend_doesnt_load_its_namespace() -> None:
         "import torch\n"
         "print(torch.cuda.is_initialized())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["[]", "False"]
+    done = processes.python("-c", code, cwd=ROOT)
+    assert done.stdout.split() == ["[]", "False"], done.stderr
 
 
 def test_each_is_a_module_of_its_own() -> None:

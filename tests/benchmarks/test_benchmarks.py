@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import processes
 from tests.paths import search_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,8 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def _run(script: str, *options: str) -> str:
     environ = {**os.environ, "PYTHONPATH": search_path(ROOT)}
-    command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick", *options]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    done = processes.python(str(ROOT / "benchmarks" / script), "--quick", *options, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

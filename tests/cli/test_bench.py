@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import mpamp
 from mpamp.bench import report
 from mpamp.bench.rows import NOISE
 from mpamp.cli.app import app
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 ROW = {
@@ -267,7 +267,7 @@ def test_without_matplotlib_there_are_no_pictures(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("arguments", [["--version"], ["bench", "--suite", "everything"]])
 def test_python_m_is_the_command(arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "mpamp", *arguments], capture_output=True, text=True, check=False)
+    done = processes.python("-m", "mpamp", *arguments)
     by_runner = CliRunner().invoke(app, arguments)
     assert done.returncode == by_runner.exit_code
     assert done.stdout == by_runner.stdout

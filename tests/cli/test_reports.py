@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import mpamp
 from mpamp.cli.app import app
 from mpamp.devices.registry import device_state
 from mpamp.engine.python.kernels import native_ops, needs_kernel
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 DTYPES = ("bfloat16", "float16")
@@ -219,8 +219,7 @@ def _install(folder: Path, distribution: str, name: str, source: str) -> None:
 
 def _process(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), **variables}
-    command = [sys.executable, "-m", "mpamp.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    return processes.python("-m", "mpamp.cli.main", *arguments, env=environment)
 
 
 def _statuses(process: subprocess.CompletedProcess[str]) -> dict[str, str]:

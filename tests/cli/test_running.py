@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import mpamp
 import mpamp.apex
 from mpamp.cli.app import app
 from mpamp.cli.running import run_script
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -54,8 +54,7 @@ def program(tmp_path):
 
 def mpamp_run(*arguments, cwd, **env):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
-    command = [sys.executable, "-m", "mpamp", "run", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=cwd)
+    return processes.python("-m", "mpamp", "run", *map(str, arguments), env=environment, cwd=cwd)
 
 
 def test_a_script_has_its_arguments_its_folder_and_main_until_the_end(program, tmp_path):

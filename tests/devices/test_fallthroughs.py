@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 SRC = Path(__file__).parents[2] / "examples" / "mpamp-npy" / "src"
 sys.path.append(str(SRC / "mpamp_npy"))
@@ -42,9 +43,7 @@ CAST = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
 
 
 def run(code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", START + code], capture_output=True, text=True, check=False, timeout=300
-    )
+    done = processes.python("-c", START + code)
     assert done.returncode == 0, done.stderr
 
 

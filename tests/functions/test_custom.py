@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import itertools
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from mpamp.engine.scope import THREAD
 from mpamp.functions import setuplink
 from mpamp.functions.custom import custom_bwd, custom_fwd
 from mpamp.testing import WeightCastCounter
+from tests import processes
 from tests.paths import search_path
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +182,7 @@ def test_backward_on_an_accelerators_autograd_thread(maker: Any) -> None:
 def test_backward_on_a_devices_own_autograd_thread() -> None:
     script = ROOT / "tests" / "npy_backward_thread.py"
     environment = {**os.environ, "PYTHONPATH": search_path(ROOT)}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    done = processes.python(str(script), env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["other", "other", "other", "same"]
 
@@ -783,7 +783,6 @@ def test_compiled_as_eager(style: str, options: Any, region: str, place: str, ba
 
 @pytest.mark.skipif(setuplink.FUNCTION_APPLY is None, reason="no frame tells which Function a forward is of")
 def test_the_cost_of_a_call_does_not_depend_on_the_number_of_functions() -> None:
-    import sys
 
     class F(Function):
         @staticmethod

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import subprocess
-import sys
 import threading
 from collections import Counter
 from typing import Any
@@ -18,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import mpamp
 from mpamp import engine
 from mpamp.testing import KernelCounter, WeightCastCounter
+from tests import processes
 
 from .models import Transformer, clean
 
@@ -365,5 +364,5 @@ def test_an_engine_that_was_asked_for_before_the_first_region_is_observed() -> N
         "with mpamp.autocast('cpu', torch.bfloat16): layer(x)\n"
         "with mpamp.trace() as seen, mpamp.autocast('cpu', torch.bfloat16): layer(x)\nprint(seen.calls, seen.casts)"
     )
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout == "1 3\n"
+    found = processes.python("-W", "ignore", "-c", program)
+    assert found.stdout == "1 3\n", found.stderr

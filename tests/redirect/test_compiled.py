@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch._dynamo
 
 import mpamp
 from mpamp.redirect import redirect
+from tests import processes
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here: its names mean what they say")
 Tensor = torch.Tensor
@@ -97,5 +96,5 @@ with redirect("cpu"):
 
 @pytest.mark.slow
 def test_the_state_is_asked_for_where_dynamo_is_imported_later() -> None:
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120, check=False)
+    done = processes.python("-c", LATE)
     assert done.stdout == "tensor([1.])\n", done.stderr

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import processes
 from tests.redirect.idioms import REFUSED, SERVED
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +24,7 @@ pytestmark = [
 def outcomes():
     """What became of each program, in a process of its own: an empty string, or the error."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.redirect.idioms"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = processes.python("-m", "tests.redirect.idioms", cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

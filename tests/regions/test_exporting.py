@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils import _pytree
 
 import mpamp
+from tests import processes
 from tests.torches import needs_torchs_kernels
 
 pytestmark = [
@@ -405,8 +406,7 @@ for strict in (False, True):
 @needs_torchs_kernels
 def test_programs_without_regions_are_as_without_mpamp() -> None:
     def run(which: str) -> str:
-        command = [sys.executable, "-W", "ignore", "-c", UNTOUCHED, which]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return processes.python("-W", "ignore", "-c", UNTOUCHED, which).stdout
 
     without = run("torch")
     assert "torch.bfloat16, True" in without

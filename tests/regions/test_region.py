@@ -9,8 +9,6 @@ import inspect
 import json
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 import mpamp
 from mpamp.testing import WeightCastCounter
+from tests import processes
 from tests.paths import search_path
 
 ROOT = Path(__file__).parents[2]
@@ -57,8 +56,7 @@ def softmax_dtype() -> torch.dtype:
 def run_python(code: str, **environment: str) -> str:
     """Run a program in a fresh process and return what it printed."""
     environment = {**os.environ, "PYTHONPATH": search_path(ROOT), **environment}
-    command = [sys.executable, "-c", code]
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    process = processes.python("-c", code, cwd=ROOT, env=environment)
     assert process.returncode == 0, process.stderr
     return process.stdout
 

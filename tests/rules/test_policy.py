@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import mpamp
 from mpamp import BannedOpError, CastPolicy, UnknownPolicyError
 from mpamp.rules.policy import CASTABLE, target_dtype
 from mpamp.testing import KernelCounter
+from tests import processes
 
 FULL, BRAIN, HALF, DOUBLE = torch.float32, torch.bfloat16, torch.float16, torch.float64
 LOWER = (BRAIN, HALF)
@@ -246,7 +245,7 @@ print(loss())
 def test_result_does_not_depend_on_earlier_regions() -> None:
     """A region elsewhere that has rules of its own must not change what a default region does."""
     root = Path(__file__).parents[2]
-    run = subprocess.run([sys.executable, "-c", HISTORY], cwd=root, capture_output=True, text=True, check=True)
+    run = processes.python("-c", HISTORY, cwd=root)
     before, after = run.stdout.split()
     assert before == after
 

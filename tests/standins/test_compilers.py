@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mpamp
+from tests import processes
 from tests.torches import traces_availability
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -86,9 +87,6 @@ def test_compiled_before_between_and_after() -> None:
 
 @pytest.mark.slow
 def test_dynamo_that_is_imported_under_install_is_served_too() -> None:
-    import subprocess
-    import sys
-
     code = """
 import sys, torch, mpamp
 def f(x):
@@ -100,7 +98,7 @@ with mpamp.install():
     print(torch.compile(f, backend="eager", fullgraph=True)(torch.ones(2, 2)))
 print(torch.compile(f, backend="eager", fullgraph=True)(torch.ones(2, 2)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False)
+    done = processes.python("-c", code)
     assert done.stdout.split() == ["torch.float32", "torch.float16"], done.stderr
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import subprocess
 import sys
 import threading
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 import mpamp
 from mpamp import children
+from tests import processes
 
 BF16 = torch.bfloat16
 FUNCTIONS = ("custom_fwd", "custom_bwd")
@@ -278,8 +278,8 @@ def test_a_function_of_torchs_custom_fwd_keeps_the_forwards_table() -> None:
 
 def test_import_is_light_and_names_are_there() -> None:
     code = "import sys, mpamp; print('mpamp.standins' in sys.modules, 'install' in dir(mpamp)); mpamp.install"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["False", "True"]
+    done = processes.python("-c", code)
+    assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 def test_device_type_of_mpamps_own_region() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from mpamp.apex.parallel import multiproc
+from tests import processes
 from tests.paths import search_path
 
 ROOT = Path(__file__).parents[3]
@@ -30,8 +29,7 @@ def run(folder, *arguments):
     script = folder / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": search_path(ROOT)}
-    command = [sys.executable, "-c", RUN, "multiproc", str(script), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return processes.python("-c", RUN, "multiproc", str(script), *arguments, cwd=folder, env=environment)
 
 
 def test_processes_are_told_who_they_are(tmp_path):

@@ -6,7 +6,6 @@ import copy
 import gc
 import inspect
 import io
-import os
 import pickle
 import threading
 import warnings
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpamp
 from mpamp.engine.casts import aliases
+from tests import processes
 from tests.torches import HOLDS_STORAGES
 
 BRAIN = torch.bfloat16
@@ -189,10 +189,8 @@ def test_aliases_of_before_the_first_region_are_seen(tmp_path: Path) -> None:
         "        with mpamp.autocast('cpu', dtype=torch.bfloat16, persistent_cache=True):\n"
         "            assert layer(torch.ones(1, 4))[0, 0].item() == 4 * value\n"
     )
-    import subprocess
-    import sys
-
-    subprocess.run([sys.executable, "-c", worker], check=True, env=dict(os.environ))
+    done = processes.python("-c", worker)
+    assert done.returncode == 0, done.stderr
 
 
 # -- Swaps ----------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ import ctypes
 import gc
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from torch import nn
 
 import mpamp
 from mpamp.engine.casts.cache import kept
+from tests import processes
 from tests.paths import search_path
 
 ROOT = Path(__file__).parents[3]
@@ -211,9 +210,7 @@ def test_the_variable_has_every_region_check(value: str | None) -> None:
     environment |= {"PYTHONPATH": search_path(ROOT), "OMP_NUM_THREADS": "1"} | (
         {} if value is None else {"MPAMP_CHECK_CACHE": value}
     )
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = processes.python("-c", SCRIPT, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["is_on"] is False

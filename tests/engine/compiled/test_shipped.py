@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from mpamp.engine import compiled
 from mpamp.engine.compiled import shipped, store, toolchain
 from mpamp.errors import EngineError
+from tests import processes
 
 MINORS = [f"2.{minor}" for minor in range(8, 15)]
 RELEASES = {
@@ -157,8 +157,7 @@ print(json.dumps(found))
 def test_no_other_minors_library_is_opened_not_to_try_either(folder: Path) -> None:
     (folder / "canary").touch()
     environment = {**os.environ, "MPAMP_ENGINE": "auto"}
-    command = [sys.executable, "-W", "ignore", "-c", _OPEN, str(folder), *RELEASES, *OTHERS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = processes.python("-W", "ignore", "-c", _OPEN, str(folder), *RELEASES, *OTHERS, env=environment)
     assert done.returncode == 0, done.stderr
     opened = json.loads(done.stdout)
     assert {version: opened[version] for version in OTHERS} == {version: [] for version in OTHERS}
@@ -239,7 +238,6 @@ def test_a_library_for_this_torch_is_used(folder: Path, monkeypatch: pytest.Monk
     name = toolchain.library_name(str(toolchain.release(torch.__version__)))
     shutil.copy(store.library(), folder / name)
     environment = {**os.environ, "MPAMP_ENGINE": "compiled", "XDG_CACHE_HOME": str(folder / "none")}
-    command = [sys.executable, "-c", _TRAIN, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = processes.python("-c", _TRAIN, str(folder), env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["compiled", name, "of", "its", "wheel"]

@@ -6,8 +6,6 @@ Where there is no card, Triton's interpreter runs them: ``TRITON_INTERPRET=1 pyt
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import mpamp
 from mpamp.engine.losses import cross_entropy as losses
+from tests import processes
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BF16, HALF = torch.bfloat16, torch.float16
@@ -218,6 +217,6 @@ with mpamp.autocast(device, torch.bfloat16):
 @pytest.mark.parametrize("target", [50257, -1])
 def test_a_target_that_is_no_class_is_an_error(device, target):
     # An assertion on the device ends the process's use of it.
-    done = subprocess.run([sys.executable, "-c", _OUT_OF_RANGE.format(target=target)], capture_output=True, text=True)
+    done = processes.python("-c", _OUT_OF_RANGE.format(target=target))
     assert done.returncode != 0
     assert "assert" in done.stderr
