@@ -136,6 +136,29 @@ class StreamContext(contextlib.ContextDecorator):
         pass
 
 
+class PlanCache:
+    """``torch.backends.<device>.cufft_plan_cache``, of each index too: the device that stands in keeps no plans in it.
+
+    Example:
+        >>> plans = PlanCache()
+        >>> plans[0].max_size = 8
+        >>> plans.clear()
+        >>> plans.size, plans.max_size
+        (0, 8)
+    """
+
+    size = property(lambda self: 0)
+
+    def __init__(self) -> None:
+        self.max_size = 4096
+
+    def __getitem__(self, device: Any) -> PlanCache:
+        return self
+
+    def clear(self) -> None:
+        """Do nothing."""
+
+
 class _DeviceScope(contextlib.ContextDecorator):
     """``torch.<accelerator>.device(index)``."""
 

@@ -40,6 +40,9 @@ def redirect_namespaces(patches: Patches, target: Target) -> None:
             patches.put(module, name, value)
         patches.wrap(module, "is_available", lambda _, is_first=number == 0: lambda: is_first)  # type: ignore[misc]
         _redirect_submodules(patches, module, target)
+        flags = getattr(torch.backends, device_type, None)
+        if hasattr(flags, "cufft_plan_cache"):
+            patches.put(flags, "cufft_plan_cache", host.PlanCache())
         if not target.is_accelerator:
             _redirect_tools(patches, module, target)
 
@@ -104,7 +107,7 @@ def _redirect_submodules(patches: Patches, module: types.ModuleType, target: Tar
                 patches.put(submodule, public, own[public])
 
 
-_TOOLS = ("tunable", "nccl", "memory")
+_TOOLS = ("tunable", "nccl", "memory", "gds", "green_contexts")
 _UNLISTED = ("version", "unique_id", "init_rank", "_dump_snapshot", "_record_memory_history", "_snapshot")
 _SERVED: dict[str, Any] = {"is_enabled": False, "tuning_is_enabled": False, "version": (0, 0, 0)}
 """What is asked of tools that aren't there, and the answer: scripts go by it."""
@@ -119,6 +122,8 @@ def _redirect_tools(patches: Patches, module: types.ModuleType, target: Target) 
             continue
         for name in (*_UNLISTED, *(() if tool == "memory" else submodule.__all__)):
             value = getattr(submodule, name, None)
+            if isinstance(value, type):
+                _refuse_class(patches, submodule, name, target)
             if not isinstance(value, types.FunctionType) or name == "is_available":
                 continue
             if name in _SERVED:
@@ -126,6 +131,16 @@ def _redirect_tools(patches: Patches, module: types.ModuleType, target: Target) 
                 patches.put(submodule, name, _own(value, lambda answer=answer: answer))
             else:
                 patches.put(submodule, name, wrapped(value, refused(f"{submodule.__name__}.{name}", target.device)))
+
+
+def _refuse_class(patches: Patches, module: types.ModuleType, name: str, target: Target) -> None:
+    """Refuse to make instances, by the class and by functions that it has for that."""
+    original, path = getattr(module, name), f"{module.__name__}.{name}"
+    for key, value in list(vars(original).items()):
+        if isinstance(value, staticmethod):
+            refuse = wrapped(value.__func__, refused(f"{path}.{key}", target.device))
+            patches.put(original, key, staticmethod(refuse))
+    patches.put(module, name, stand_in(original, refused(path, target.device)))
 
 
 def _of_processors(original: Callable[..., None], target: Target) -> Callable[..., None]:

@@ -27,6 +27,7 @@ MODULES = [
     "torch.accelerator",
     "torch.amp",
     "torch.amp.autocast_mode",
+    "torch.backends.cuda",
     "torch.cuda",
     "torch.cuda.amp",
     "torch.cuda.comm",
@@ -55,6 +56,7 @@ MODULES = [
     "torch.xpu.random",
     "torch.xpu.streams",
 ]
+MODULES += [f"torch.cuda.{name}" for name in ("gds", "green_contexts") if hasattr(torch.cuda, name)]  # newer torch
 CLASSES = [
     DeviceMesh,
     FullyShardedDataParallel,
@@ -70,6 +72,7 @@ CLASSES = [
     torch.amp.autocast_mode.autocast,
     torch.amp.GradScaler,
     DeviceContext,
+    *([torch.cuda.green_contexts.GreenContext] if hasattr(torch.cuda, "green_contexts") else []),
 ]
 
 
@@ -221,6 +224,22 @@ def test_modes_see_torchs_own_functions():
         assert torch.zeros(1).device.type == "meta"
 
 
+def _of_cards():
+    """Return what torch has for files and contexts of cards: versions of it differ."""
+    gds, green = getattr(torch.cuda, "gds", None), getattr(torch.cuda, "green_contexts", None)
+    found = [] if gds is None else [gds.GdsFile, gds.gds_register_buffer, gds.gds_deregister_buffer]
+    return found if green is None else [*found, green.GreenContext, green.GreenContext.create]
+
+
+def test_plans_of_an_absent_device_are_none_and_can_be_limited():
+    with room.redirect("cpu"):
+        plans = torch.backends.cuda.cufft_plan_cache
+        assert plans.size == plans[0].size == 0
+        plans.max_size = 16
+        plans.clear()
+        assert plans["cuda:0"].max_size == 16
+
+
 def test_what_is_asked_of_memory_and_tools_is_answered_or_refused():
     with room.redirect("cpu"):
         assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
@@ -234,6 +253,7 @@ def test_what_is_asked_of_memory_and_tools_is_answered_or_refused():
             torch.cuda.tunable.enable,
             torch.cuda.tunable.set_filename,
             torch.cuda.nccl.all_reduce,
+            *_of_cards(),
         ):
             with pytest.raises(RedirectError, match="can't be sent to 'cpu'"):
                 refuses()
