@@ -10,6 +10,7 @@ import torch
 from torch._subclasses import fake_tensor
 
 from tests import combinations, places, processes
+from tests.ranks import Reports, reports_of_two
 
 # Each worker of pytest-xdist would otherwise start as many threads as there are cores, and small ops crawl.
 torch.set_num_threads(1)
@@ -74,3 +75,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def pytest_unconfigure() -> None:
     processes.stop()
+
+
+@pytest.fixture(scope="module")
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """Run a module's ``WORKER`` as two processes, once, and return what each reports."""
+    return reports_of_two(request.module.WORKER, tmp_path_factory.mktemp("ranks"))

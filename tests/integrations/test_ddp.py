@@ -9,19 +9,15 @@ import pytest
 import torch
 
 import mpamp
-from tests.ranks import Reports, reports_of_two
+from tests.ranks import Reports
 
 from .digits import batches, loss_of, make_model
 
 STEPS = 4
 MISSING = [name for name in ("accelerate", "lightning") if importlib.util.find_spec(name) is None]
 
+WORKER = Path(__file__).with_name("ddp_worker.py")
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    return reports_of_two(Path(__file__).with_name("ddp_worker.py"), tmp_path_factory.mktemp("ddp"))
 
 
 def _weights_by_hand() -> list[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import TWO_RANKS, Reports, reports_of_two
+from tests.ranks import TWO_RANKS, Reports
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 WRAPPERS = ("ddp", "fsdp1", "fsdp1, original parameters", "fsdp2")
@@ -28,12 +28,6 @@ BAD = (
 )
 
 pytestmark = TWO_RANKS
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """Run the two processes once, and return what each reports."""
-    return reports_of_two(WORKER, tmp_path_factory.mktemp("ranks"))
 
 
 def test_nothing_failed(reports: Reports) -> None:

@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import TWO_RANKS, Reports, reports_of_two
+from tests.ranks import TWO_RANKS, Reports
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
 
 pytestmark = TWO_RANKS
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    return reports_of_two(WORKER, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("way", ["step", "unscale"])

@@ -6,17 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import TWO_RANKS, reports_of_two
+from tests.ranks import TWO_RANKS
 
 pytestmark = TWO_RANKS
 
 WORKER = Path(__file__).parents[1] / "two_ranks.py"
 TRAINED = ["O0", "O2", "O2 delayed", "O2 float32", "O4", "O5"]
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    return reports_of_two(WORKER, tmp_path_factory.mktemp("ranks"))
 
 
 def close_to_float32(losses, alone):
