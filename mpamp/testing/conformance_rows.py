@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import BannedOpError
-from ..oplists import widening_ops
+from ..oplists import facts, widening_ops
 from ..rules.eligibility import OBSERVERS, WRITTEN, find_overload, is_in_place
 from ..rules.policy import CASTABLE, CastPolicy, target_dtype
 from ..rules.rows import APPEND_DTYPE, Row, check_row
@@ -25,8 +25,6 @@ Seen = tuple[list[str], str]
 """The ops below autocast with the dtypes of their arguments; the dtypes that came out, or the error."""
 FULL, DOUBLE = torch.float32, torch.float64
 _NO_CARD = "raises AcceleratorError"
-_ON_HOST = ("aten::choose_qparams_optimized",)
-"""Ops that read the memory of a tensor as the processor's, whatever device it is on."""
 _UNSEEN = ("aten::_to_copy", "aten::to", "aten::detach", "aten::alias", "prim::device")
 
 
@@ -61,7 +59,7 @@ def _check_row(subject: Subject, name: str, row: Row) -> None:
         raise Inapplicable("this torch has no such op")
     if op._schema.name in OBSERVERS:
         raise Inapplicable("the kit can't make an argument of type running range")
-    if name in _ON_HOST and subject.is_accelerator:
+    if name in facts("on_host") and subject.is_accelerator:
         raise Inapplicable("torch reads its tensors as the processor's: the process would end")
     check_row(name, row)
     with subject.tensors(), warnings.catch_warnings():
