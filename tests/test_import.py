@@ -94,6 +94,45 @@ def test_the_check_of_tables_can_fail() -> None:
     assert import_mpamp(epilogue="mpamp.get_op_table('cpu')")["tables"] > 0
 
 
+FIRST_REGION = """
+from pathlib import Path
+calls, folder = 0, str(Path(mpamp.__file__).parent)
+def count(frame, event, argument):
+    global calls
+    calls += event == "call" and frame.f_code.co_filename.startswith(folder)
+{more}
+sys.setprofile(count)
+with mpamp.autocast("cpu"):
+    torch.ones(2, 2) @ torch.ones(2, 2)
+sys.setprofile(None)
+print(json.dumps(dict(calls=calls, new=sorted(sys.modules.keys() - before))))
+raise SystemExit
+"""
+MOST_CALLS = 24_000
+"""The first region of a process makes some 20,000 of mpamp's functions: a table's rows are read, and kernels built."""
+MOST_MODULES_IN_USE = 140
+
+
+@pytest.fixture(scope="module")
+def first_region() -> dict[str, Any]:
+    return import_mpamp(epilogue=FIRST_REGION.format(more=""))
+
+
+def test_the_first_region_makes_few_calls(first_region: dict[str, Any]) -> None:
+    assert 1000 < first_region["calls"] < MOST_CALLS
+
+
+def test_the_check_of_calls_can_fail() -> None:
+    more = "sys.setprofile(count)\nfor name in mpamp.oplists.table_names('xpu'): mpamp.oplists.load_table(name, 'xpu')"
+    assert import_mpamp(epilogue=FIRST_REGION.format(more=more))["calls"] > MOST_CALLS
+
+
+def test_the_first_region_loads_few_modules(first_region: dict[str, Any]) -> None:
+    assert len(first_region["new"]) < MOST_MODULES_IN_USE
+    left_out = ("packaging", "torch._dynamo", "torch._inductor", "mpamp.cli", "mpamp.testing", "mpamp.bench")
+    assert [name for name in first_region["new"] if name.startswith(left_out)] == []
+
+
 @pytest.fixture
 def trap(tmp_path: Path) -> Path:
     """Install a distribution with a plugin that leaves a mark when it is imported."""

@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from packaging.utils import canonicalize_name
-
 __all__ = ["GROUP", "PACK_PREFIX", "EntryPoint", "PluginInfo", "entry_points", "find"]
 
 EntryPoint = importlib.metadata.EntryPoint
@@ -59,12 +57,17 @@ def entry_points() -> list[EntryPoint]:
 def find(points: Iterable[EntryPoint]) -> dict[int, PluginInfo]:
     """Return what is known of each entry point before it is loaded."""
     infos = {number: _info(point) for number, point in enumerate(points)}
+    if os.environ.get(DISABLE) or os.environ.get(LOAD):
+        _block(infos.values())
+    return infos
+
+
+def _block(infos: Iterable[PluginInfo]) -> None:
     blocked, allowed = _names(DISABLE), _names(LOAD)
-    for info in infos.values():
-        names = {canonicalize_name(info.name), canonicalize_name(info.distribution)}
+    for info in infos:
+        names = _normalized((info.name, info.distribution))
         if names & blocked or "*" in blocked or (allowed and not names & allowed):
             info.status = "blocked"
-    return infos
 
 
 def _info(point: EntryPoint) -> PluginInfo:
@@ -74,5 +77,12 @@ def _info(point: EntryPoint) -> PluginInfo:
 
 
 def _names(variable: str) -> set[str]:
-    """Return the names of plugins and distributions in an environment variable, as pip compares names."""
-    return {str(canonicalize_name(n.strip())) for n in os.environ.get(variable, "").split(",") if n.strip()}
+    """Return the names of plugins and distributions in an environment variable."""
+    return _normalized(n.strip() for n in os.environ.get(variable, "").split(",") if n.strip())
+
+
+def _normalized(names: Iterable[str]) -> set[str]:
+    """Return names as pip compares them."""
+    from packaging.utils import canonicalize_name  # a tenth of a process's first region, which seldom needs it
+
+    return {str(canonicalize_name(name)) for name in names}

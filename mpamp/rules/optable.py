@@ -82,10 +82,10 @@ class OpTable(Mapping[str, Row]):
         True
     """
 
-    __slots__ = ("__weakref__", "_rows", "device", "fingerprint", "name", "rules")
+    __slots__ = ("__weakref__", "_fingerprint", "_rows", "device", "name", "rules")
+    _fingerprint: str
     _rows: Mapping[str, Row]
     device: str
-    fingerprint: str
     name: str
     rules: Mapping[torch.dtype, Mapping[str, CastPolicy]]
 
@@ -122,12 +122,19 @@ class OpTable(Mapping[str, Row]):
         if wrong is not None:
             raise OpTableError(f"a table is made of rows, got {shown(wrong)}.")
         ordered = dict(sorted(rows.items()))
-        print_ = hashlib.sha256("\n".join(f"{op}={row}" for op, row in ordered.items()).encode()).hexdigest()[:16]
         self = object.__new__(cls)
-        values = {"_rows": MappingProxyType(ordered), "name": name, "device": device, "fingerprint": print_}
+        values = {"_rows": MappingProxyType(ordered), "name": name, "device": device, "_fingerprint": ""}
         for attribute, value in {**values, "rules": _RulesByDtype(ordered)}.items():
             object.__setattr__(self, attribute, value)
         return self
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells tables of other rows apart, in processes to come too; made once, for tables that are asked."""
+        if not self._fingerprint:
+            text = "\n".join(f"{op}={row}" for op, row in self._rows.items())
+            object.__setattr__(self, "_fingerprint", hashlib.sha256(text.encode()).hexdigest()[:16])
+        return self._fingerprint
 
     @staticmethod
     def named(name: str, device: str) -> OpTable:
