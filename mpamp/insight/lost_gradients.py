@@ -23,7 +23,7 @@ __all__ = ["Given", "Loss", "LostGradients"]
 _LEAST = torch.finfo(torch.float32).smallest_normal
 _NO_FORM = Exception
 """What an op raises that can't run in float32: anything, and none of it is the script's."""
-_ROUNDING = 2 * torch.finfo(torch.float16).eps
+_ROUNDING = 4 * torch.finfo(torch.float16).eps
 _SUMS = frozenset({"sum", "mm", "addmm", "bmm", "baddbmm", "convolution_backward"})
 """Ops whose results may be all rounding: a bias before a norm, or of an attention's keys, has no gradient."""
 _COPIES = frozenset({"_to_copy", "clone", "copy_"})

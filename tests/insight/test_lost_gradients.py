@@ -129,6 +129,18 @@ def test_in_a_loop_a_gradient_that_is_all_rounding_is_not_named_either(name: str
     assert not ROUNDING[name] & {lost.parameter for lost in finder.first.underflows}
 
 
+def test_a_bias_before_an_instance_norm_has_no_gradient_to_lose() -> None:
+    """Few terms, whose rounding adds up to more than their norm's share."""
+    torch.manual_seed(13)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3), nn.Conv2d(3, 2, 1))
+    x = torch.randn(2, 2, 4, 4)
+    with find_overflow(model) as finder:
+        with mpamp.autocast("cpu", torch.float16):
+            value = _squares(model(x)) * 1e-4
+        value.backward()
+    assert "0.bias" not in {lost.parameter for report in finder.reports for lost in report.underflows}
+
+
 def test_a_loop_names_the_same_without_a_scale() -> None:
     model, x, loss = _cases()["layers"]
     once = find_overflow(model, x, loss=lambda y: loss(y) * 1e-6, region=mpamp.autocast("cpu", torch.float16)).first
