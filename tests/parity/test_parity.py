@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,6 @@ import pytest
 import torch
 
 import mpamp
-from tests import processes
 from tests.parity.differences import DIFFERENCES, Difference
 from tests.parity.observe import PLACES, Observation, device_of, is_here, rows
 
@@ -58,8 +58,9 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
 
 
 def _observe() -> str:
+    command = [sys.executable, "-m", "tests.parity.observe"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or "." for p in [str(ROOT), *sys.path])}
-    run = processes.python("-m", "tests.parity.observe", cwd=ROOT, env=environment, timeout=600)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout
 
