@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from .weight_lives import Plain, Refused, Step, World, fresh
+from .weight_lives import Plain, Refused, Step, World, fresh, watched
 from .weight_uses import compiled, pick
 
 __all__ = ["RACING", "WRITES"]
@@ -376,6 +376,8 @@ def set_(world: World, chance: random.Random) -> None:
 @torch.no_grad()
 def resize(world: World, chance: random.Random) -> None:
     weight = base_of(pick(world, chance))
+    if world.held:
+        raise Refused  # a tensor from DLPack would go on pointing at what is freed here, which torch doesn't prevent
     storage, values = weight.untyped_storage(), weight.detach().clone()
     if not storage.resizable() or storage.is_shared():  # torch crashes on resizing what is shared
         raise Refused
@@ -520,6 +522,7 @@ def write_in_child(world: World, chance: random.Random) -> None:
     values = fresh(chance, module.weight.shape)
     child = os.fork()
     if child == 0:
+        watched(30)
         module.weight.data.copy_(values)
         os._exit(0)
     os.waitpid(child, 0)
