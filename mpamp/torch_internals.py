@@ -152,6 +152,7 @@ def forward_ad_level() -> int:
 FUNCTION_APPLY: Any = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 """What calls a Function's forward, and knows the Function; None from 2.14 on, where that is C++ and has no frame."""
 RUN_BACKWARD: Place = torch.autograd, "_engine_run_backward"
+GET_DATA_ATTR: Place = _autograd, "_get_data_attr"  # what Dynamo writes into a graph for tensor.data
 CHECKPOINT_SETTINGS: Place = torch.utils.checkpoint, "_get_autocast_kwargs"
 CHECKPOINT_GENERATOR: Place = (
     torch.utils.checkpoint,

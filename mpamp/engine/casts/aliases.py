@@ -231,8 +231,9 @@ def note(alias: Tensor) -> None:
 
 def begin(weight: Tensor) -> None:
     """Have a weight's memory have a record before a cast is made of it."""
-    if COMPILED:
-        return  # it does so itself
+    if COMPILED:  # which does so itself for the casts that it makes
+        COMPILED[0].begin(weight)
+        return
     record = record_of(weight)
     if not record.is_complete:
         record.is_complete = True

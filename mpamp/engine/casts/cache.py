@@ -318,6 +318,8 @@ class KeptCast:
         if storage is None or state is None or not storage.nbytes():
             return None
         _, address, stride, shape, _ = state
+        if not storage.data_ptr() <= address < storage.data_ptr() + storage.nbytes():
+            return None  # it was moved, as into memory that processes share
         offset = (address - storage.data_ptr()) // torch.float32.itemsize
         with torch.no_grad():
             return torch.empty(0, dtype=torch.float32, device=storage.device).set_(storage, offset, shape, stride)

@@ -1,7 +1,7 @@
 """What hands a tensor's memory out past its version counter: replaced in torch, to tell ``aliases`` of it.
 
 ``torch.Tensor.data`` and the like stay what they were where the class is asked for them; a tensor is given ours.
-Storages are written into by methods of their own, and by collectives, which raise no counter either.
+Storages are written into by methods of their own, which raise no counter either.
 """
 
 from __future__ import annotations
@@ -9,21 +9,13 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...patching import Patches
-from ...rules.eligibility import find_overload, overload_name
-from ...torch_internals import (
-    DisableTorchFunction,
-    DispatchKey,
-    OpOverload,
-    dispatch_get_all_op_names,
-    dispatch_has_kernel_for_dispatch_key,
-    dispatch_keyset_full_after,
-)
+from ...torch_internals import GET_DATA_ATTR, DisableTorchFunction
 from ..compiling import left_out, left_out_by_itself
 from .aliases import COMPILED, WATCHED, known, note, record_of
 from .weights import kind_of, storage_of
@@ -31,15 +23,14 @@ from .weights import kind_of, storage_of
 __all__ = ["watch_handouts"]
 
 Tensor = torch.Tensor
-_KEY = "ADInplaceOrView"
 _PATCHES = Patches()
-_libraries: list[torch.library.Library] = []
 
 
 def watch_handouts() -> None:
     """Have ``aliases`` told of what is handed out from now on; called once, at the first region."""
     wrap = _PATCHES.wrap
     wrap(Tensor, "data", _data)
+    wrap(*GET_DATA_ATTR, _data_in_graphs)
     wrap(Tensor, "set_", lambda below: _Method(below, _set))
     wrap(Tensor, "numpy", lambda below: _Method(below, _numpy))
     wrap(Tensor, "__dlpack__", lambda below: _Method(below, _capsule))
@@ -50,8 +41,6 @@ def watch_handouts() -> None:
         wrap(torch.UntypedStorage, name, _writing)
     for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
         wrap(torch.UntypedStorage, name, _sharing)
-    if torch.distributed.is_available():
-        _watch_collectives()
 
 
 # -- Tensors with a counter of their own ----------------------------------------------------------------
@@ -85,6 +74,22 @@ class _Data:
 def _data(below: Any) -> Any:
     attribute = _Data(below)
     return COMPILED[0].data_attribute(below, attribute.__set__) if COMPILED else attribute
+
+
+def _data_in_graphs(below: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What Dynamo writes into a graph for ``tensor.data``; a backend may run the graph as it is."""
+
+    @left_out_by_itself
+    @functools.wraps(below)
+    def _get_data_attr(tensor: Tensor) -> Tensor:
+        alias = below(tensor)
+        if COMPILED:
+            COMPILED[0].note(alias)
+        elif WATCHED:
+            note(alias)
+        return alias
+
+    return _get_data_attr
 
 
 class _Method:
@@ -225,41 +230,3 @@ def _sharing(below: Callable[..., Any]) -> Callable[..., Any]:
         return below(self, *args, **kwargs)
 
     return share
-
-
-_READ_ONLY = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan"}
-
-
-def _watch_collectives() -> None:
-    for name in dispatch_get_all_op_names():
-        is_in_place = name.startswith("c10d::") and name not in _READ_ONLY
-        if not is_in_place or dispatch_has_kernel_for_dispatch_key(name, _KEY):
-            continue
-        op = find_overload(name)
-        if op is not None:
-            library = torch.library.Library(op.namespace, "IMPL")
-            _libraries.append(library)
-            library.impl(overload_name(op).partition("::")[2], _touching(op), _KEY, with_keyset=True)
-
-
-def _touching(op: OpOverload) -> Callable[..., Any]:
-    below = dispatch_keyset_full_after(getattr(DispatchKey, _KEY))
-
-    def kernel(keys: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return op.redispatch(keys & below, outputs, *args, **kwargs)
-        finally:
-            for tensor in _tensors(outputs):
-                record = _known(tensor)
-                if record is not None:
-                    record.touch()
-
-    return left_out_by_itself(kernel)
-
-
-def _tensors(value: Tensor | Iterable[Any]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for each in value:
-            yield from _tensors(each)

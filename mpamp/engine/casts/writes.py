@@ -23,6 +23,7 @@ from ...torch_internals import (
 )
 from ..compiling import left_out, left_out_by_itself
 from .cache import forget, outdate
+from .collectives import watch_collectives
 from .handouts import watch_handouts
 from .remaking import remake
 
@@ -43,6 +44,7 @@ def watch_writes() -> None:
         library.impl(overload_name(op).partition("::")[2], _telling(op), _KEY, with_keyset=True)
     _watch_counters_set_back()
     watch_handouts()
+    watch_collectives()
 
 
 @left_out

@@ -449,6 +449,53 @@ def test_in_compiled_code(program: Program) -> None:
     assert program.use() == 0.5
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(lambda w: w.data.fill_(2), id="data"),
+        pytest.param(lambda w: w.detach().data.fill_(2), id="data of detach"),
+        pytest.param(lambda w: torch._foreach_add_([w.data], 1), id="foreach"),
+    ],
+)
+def test_data_written_in_compiled_code_is_seen(program: Program, write: Callable[[Tensor], Any], backend: str) -> None:
+    """Also where a backend runs the graph as Dynamo wrote it, which names what is behind ``data``."""
+    program.use()
+    torch.compile(write, backend=backend)(program.weight)
+    assert program.use() == 2
+    torch._dynamo.reset()
+
+
+def test_data_handed_out_by_compiled_code_is_followed(program: Program) -> None:
+    program.use()
+    data, _ = torch.compile(lambda w: (w.data, w + 1), backend="eager")(program.weight)
+    for value in (2, 3):
+        data.fill_(value)
+        assert program.use() == value
+    torch._dynamo.reset()
+
+
+class _Seeing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("mode", [_Seeing, mpamp.trace])
+def test_writes_are_seen_where_a_mode_saw_the_cast_being_made(
+    program: Program, mode: Callable[[], Any], before: bool
+) -> None:
+    held = program.weight.data if before else None
+    with mode():
+        assert program.use() == 1
+    held = program.weight.data if held is None else held
+    held.fill_(2)
+    with mode():
+        assert program.use() == 2
+        program.weight.untyped_storage().fill_(0)
+        assert program.use() == 0
+
+
 def test_in_other_systems(program: Program) -> None:
     program.use()
     weight = program.weight

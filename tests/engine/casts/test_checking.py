@@ -75,6 +75,15 @@ def test_two_nameless_ones_of_one_shape_are_two() -> None:
         assert len(mpamp.verify_cache()) == 2
 
 
+def test_a_weight_whose_memory_was_moved_is_passed_over() -> None:
+    model = make_model()
+    with mpamp.autocast("cpu", dtype=LOW), mpamp.trace():  # with either engine, a cast that Python keeps
+        model(X)
+        model[0].weight.share_memory_()
+        assert mpamp.verify_cache(model) == []
+        assert torch.equal(model[0](X), model[0](X))
+
+
 def test_writes_that_are_seen_are_none() -> None:
     model = make_model()
     with mpamp.autocast("cpu", dtype=LOW):

@@ -222,6 +222,10 @@ inline void bind_aliases(py::module_& m) {
   m.def("hand_out", [](py::capsule record) { record_in(record).hand_out(); });
   m.def("take_back", [](py::capsule record) { record_in(record).take_back(); });
   m.def("complete", [](py::capsule record) { record_in(record).is_complete = true; });
+  m.def("begin", [](const Tensor& weight) {
+    c10::Storage held = weight.storage();
+    begin_record(weight, held);
+  });
   m.def("note", py::overload_cast<const Tensor&>(&note));
   m.def("data_attribute", &DataAttribute::make);
   m.def("set_look_for_aliases", [](py::object look) { look_for_aliases = look.release(); });
