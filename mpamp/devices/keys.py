@@ -15,6 +15,7 @@ def autocast_key(name: str) -> DispatchKey:
         OpTableError: torch has none.
 
     Example:
+        >>> import torch
         >>> torch._C._dispatch_key_name(autocast_key("AutocastXPU"))
         'AutocastXPU'
     """
