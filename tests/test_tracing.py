@@ -476,9 +476,7 @@ def test_kernels_called_from_an_eager_part_are_not_compiled(x: Tensor, compiled_
 
 
 @pytest.mark.parametrize("changes", [False, True], ids=["as-made", "rules-changed-since"])
-def test_region_entered_in_an_eager_part_is_not_compiled(
-    x: Tensor, compiled_files: list[str], changes: bool
-) -> None:
+def test_region_entered_in_an_eager_part_is_not_compiled(x: Tensor, compiled_files: list[str], changes: bool) -> None:
     prebuilt = region(ops=FULL_SOFTMAX)
 
     def function(x: Tensor) -> Any:
