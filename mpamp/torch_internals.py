@@ -142,6 +142,8 @@ top_saved_tensors_default_hooks = _autograd._top_saved_tensors_default_hooks
 push_saved_tensors_default_hooks = _autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_default_hooks = _autograd._pop_saved_tensors_default_hooks
 unsafe_preserve_version_counter = grad_mode._unsafe_preserve_version_counter
+HIDES_HELD_TENSORS = torch.__version__ < torch.torch_version.TorchVersion("2.10")
+"""Whether the garbage collector isn't told what tensors that a graph holds refer to, their class included."""
 
 
 def forward_ad_level() -> int:

@@ -19,6 +19,8 @@ traces_availability = pytest.mark.skipif(
     torch.__version__ < torch.torch_version.TorchVersion("2.12"),
     reason="Dynamo before 2.12 doesn't trace what torch.autocast's own __init__ asks for",
 )
+GROUPS_ON_HOST = GIVES_KERNELS
+"""Whether torch's _grouped_mm runs on processors: from 2.9 on."""
 HAS_LANCZOS = hasattr(torch.ops.aten, "_upsample_lanczos2d_aa")
 """From 2.12 or 2.13 on."""
 MASKED_GRADIENTS = torch.__version__ >= torch.torch_version.TorchVersion("2.12")

@@ -89,6 +89,8 @@ class Watch:
             inner = bind(optimizer)
             return self.around(inner, args, kwargs) if self.is_on else inner(*args, **kwargs)
 
+        # Of what has been disabled before, wraps copies this too: torch before 2.11 would follow it past this step.
+        vars(step).pop("_torchdynamo_orig_callable", None)
         return torch.compiler.disable(step, recursive=False)  # compiled code calls it as it is
 
     def _find(self, optimizer: Any) -> tuple[Any, Callable[[Any], Any]]:

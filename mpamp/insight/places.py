@@ -25,6 +25,8 @@ __all__ = ["Places"]
 Module = torch.nn.Module
 _LOCAL = re.compile(r"^L\['\w+'\]\.?")
 """What a compiler calls the variable that a model is in."""
+_WRITTEN_OUT = re.compile(r"getattr\(([^()]*), '([^']*)'\)|([^()]*)\._modules\['([^']*)'\]")
+"""How torch before 2.10 writes a module of a module."""
 _CALL = call_impl.__code__
 
 
@@ -105,7 +107,15 @@ def compiled_place() -> str:
     """Return the name of the module whose part of a program is being traced, as the compiler says it."""
     stack = fx_traceback.current_meta.get("nn_module_stack") or {}
     names = [str(path) for path, _ in stack.values()]
-    return _LOCAL.sub("", names[-1]).removeprefix("_modules.") if names else ""
+    return _plain(names[-1]) if names else ""
+
+
+def _plain(path: str) -> str:
+    """Return a module's name from the path that the compiler has for it."""
+    before = ""
+    while path != before:
+        before, path = path, _WRITTEN_OUT.sub(r"\1\3.\2\4", path)
+    return _LOCAL.sub("", path).removeprefix("_modules.")
 
 
 def module_frame(frame: FrameType | None) -> FrameType | None:

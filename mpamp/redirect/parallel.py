@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +74,8 @@ def _redirect_groups(patches: Patches, target: Target) -> None:
 
         return function
 
+    meshes: Any = importlib.import_module("torch.distributed.device_mesh")
+    patches.wrap(meshes, "new_group", grouped(2))  # its own name of it: a mesh of a build for CUDA asks for NCCL
     for owner in (distributed, core):
         patches.wrap(owner, "init_process_group", grouped(0))
         patches.wrap(owner, "new_group", grouped(2))

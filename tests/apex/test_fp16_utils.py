@@ -259,6 +259,7 @@ def test_several_losses_add_up(at_once):
     assert optimizer.clip_master_grads(0.5).item() == pytest.approx(total, rel=0.01)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")  # torch 2.8's LBFGS does
 def test_closures_with_a_static_scale():
     def make(model):
         return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import mpamp
-from tests.torches import HAS_LANCZOS
+from tests.torches import GROUPS_ON_HOST, HAS_LANCZOS
 
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 LOWER = [BRAIN, HALF]
@@ -87,6 +87,8 @@ CASES: dict[str, tuple[Case, torch.dtype | None]] = {
 """By name, the call, and the dtype that comes out of mixed arguments; None is the region's."""
 if not HAS_LANCZOS:
     del CASES["lanczos"]
+if not GROUPS_ON_HOST:
+    del CASES["_grouped_mm"]
 PAIRS = ["lower", "lower, float32", "float32, lower", "float32"]
 
 

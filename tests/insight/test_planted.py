@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import mpamp
 from mpamp.insight.tracing import Trace
+from tests.torches import needs_transforms
 
 BRAIN, HALF = torch.bfloat16, torch.float16
 
@@ -228,6 +229,7 @@ def test_a_clean_model_has_no_findings(name: str, dtype: torch.dtype, is_trainin
     assert seen.calls > 0
 
 
+@needs_transforms
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
 def test_transforms_of_a_clean_model_have_none(transform: str) -> None:
     layer, given = nn.Linear(64, 64), x()

@@ -17,6 +17,7 @@ import mpamp
 from mpamp import engine
 from mpamp.testing import KernelCounter, WeightCastCounter
 from tests import processes
+from tests.torches import needs_transforms
 
 from .models import Transformer, clean
 
@@ -217,7 +218,7 @@ def test_a_compiled_graph_has_its_modules_names_and_the_casts_of_its_code() -> N
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [pytest.param(False, marks=needs_transforms), True])
 def test_an_exported_program_is_listed_with_the_casts_that_it_will_make(strict: bool) -> None:
     model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1)), torch.randn(32, 64)
     with mpamp.trace() as seen, mpamp.autocast("cpu", BRAIN):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pickle
 import sys
 import threading
@@ -40,6 +41,7 @@ MODULES = [
     "torch.cuda.streams",
     "torch.cuda.tunable",
     "torch.distributed",
+    "torch.distributed.device_mesh",
     "torch.distributed.distributed_c10d",
     "torch.fft",
     "torch.jit",
@@ -51,12 +53,13 @@ MODULES = [
     "torch.random",
     "torch.serialization",
     "torch.xpu",
-    "torch.xpu.graphs",
     "torch.xpu.memory",
     "torch.xpu.random",
     "torch.xpu.streams",
 ]
 MODULES += [f"torch.cuda.{name}" for name in ("gds", "green_contexts") if hasattr(torch.cuda, name)]  # newer torch
+if importlib.util.find_spec("torch.xpu.graphs"):  # from torch 2.11 on
+    MODULES.append("torch.xpu.graphs")
 CLASSES = [
     DeviceMesh,
     FullyShardedDataParallel,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from ...torch_internals import forward_ad_level
+from ...torch_internals import HIDES_HELD_TENSORS, forward_ad_level
 
 __all__ = [
     "REWRITTEN",
@@ -86,17 +88,29 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def live_tensors() -> list[Tensor]:
-    """Return every tensor that Python knows of: each refers to its class.
-
-    ``gc.get_objects`` would also give tuples that other threads are just building, which Python then can't resize.
+    """Return every tensor that Python knows of, those that a graph holds too.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> any(tensor is weight for tensor in live_tensors())
         True
     """
-    found = gc.get_referrers(*dict.fromkeys(_with_subclasses(Tensor)))
-    return [value for value in found if issubclass(type(value), Tensor)]
+    classes = dict.fromkeys(_with_subclasses(Tensor))
+    if HIDES_HELD_TENSORS:
+        return list(_instances(set(map(id, classes))))
+    # gc.get_objects would also give tuples that other threads are just building, which Python then can't resize.
+    return [value for value in gc.get_referrers(*classes) if issubclass(type(value), Tensor)]
+
+
+def _instances(classes: set[int]) -> Iterator[Any]:
+    """Give all objects of the classes with these ids, without the GIL given up in between, if C asks for all.
+
+    The list of all objects is one of them: none of these iterators keeps it once the last object is out.
+    """
+    chained = itertools.chain.from_iterable
+    objects = chained(map(gc.get_objects, (None,)))
+    twice = chained(map(itertools.repeat, objects, itertools.repeat(2)))  # one to give and one to ask for its type
+    return itertools.compress(twice, map(classes.__contains__, map(id, map(type, twice))))
 
 
 def _with_subclasses(cls: type) -> Iterator[type]:

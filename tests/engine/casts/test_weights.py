@@ -28,8 +28,16 @@ def test_a_search_for_tensors_finds_each_of_every_class() -> None:
     assert all(issubclass(type(each), torch.Tensor) for each in found)
 
 
+def test_a_search_for_tensors_finds_those_that_a_graph_holds() -> None:
+    leaf = torch.nn.Parameter(torch.ones(2))
+    product = leaf * 2
+    graph = (product * product).sum()
+    found = weights.live_tensors()
+    assert [sum(tensor is each for tensor in found) for each in (leaf, product, graph)] == [1, 1, 1]
+
+
 def test_a_search_for_tensors_harms_no_tuple_that_another_thread_is_building() -> None:
-    """A tuple of which another has hold can't be resized: with ``gc.get_objects`` those threads get a SystemError."""
+    """A tuple that a list of all objects has hold of can't be resized: those threads get a SystemError."""
     errors: list[BaseException] = []
     stop = threading.Event()
 
