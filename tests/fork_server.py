@@ -32,20 +32,21 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             break
-        print(json.dumps(_wait(child, request["timeout"])), flush=True)
+        print(json.dumps(wait(child, request["timeout"])), flush=True)
     else:
         return
     arguments = _become(request)
     _run(arguments)
 
 
-def _wait(child: int, timeout: float) -> int | str:
+def wait(child: int, timeout: float) -> int | str:
+    """Return a child's exit code; kill it after ``timeout`` seconds, and say that it hung."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
             return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
+        time.sleep(0.005)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return HUNG

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+
+from tests.fork_server import wait
 
 SECONDS = 60.0
 """How long a child may take; it is killed then, and the test fails. Far longer than any takes."""
@@ -42,22 +41,8 @@ def in_child(function: Callable[[], Any]) -> Any:
         finally:
             os._exit(code)
     os.close(writer)
-    code = wait(child)
+    ended = wait(child, SECONDS)
     with os.fdopen(reader) as pipe:
         text = pipe.read()
-    assert code == 0, text or f"the child ended with {code}"
+    assert ended == 0, text or f"the child ended with {ended}"
     return json.loads(text)
-
-
-def wait(child: int) -> int:
-    """Return a child's exit code; kill it, and say -1, if it hangs."""
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    print("a child hung", file=sys.stderr)
-    return -1

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mpamp
+from tests.fork_server import HUNG, wait
 
 from .weight_lives import SIDE, Refused, Stale, Step, Worker, World, fresh, watched
 
@@ -342,8 +341,8 @@ def race(world: World, chance: random.Random) -> None:
     threads += [threading.Thread(target=read, args=(persistent,)) for persistent in (True, True, False)]
     for thread in threads:
         thread.start()
-    for worker in world.workers:
-        worker.do(lambda: op(ones(), weight))
+    for worker in world.workers:  # where gradients are recorded, torch refuses views whose base is being written
+        worker.do(torch.no_grad()(lambda: op(ones(), weight)))
     for thread in threads:
         thread.join()
     use_all(world, chance)
@@ -374,17 +373,7 @@ def use_in_child(world: World, chance: random.Random) -> None:
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         said = pipe.read().decode()
-    _wait(child)
+    if wait(child, 60) == HUNG:
+        raise Stale("a child hung")
     if said != "right":
         raise Stale(f"a child, {names}: {said or 'ended without a word: it hung or crashed'}")
-
-
-def _wait(child: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if os.waitpid(child, os.WNOHANG)[0]:
-            return
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise Stale("a child hung")

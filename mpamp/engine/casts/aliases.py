@@ -33,7 +33,7 @@ from ...torch_internals import (
 )
 from .weights import is_plain_class, is_weight, live_tensors, storage_of
 
-__all__ = ["COMPILED", "WATCHED", "Record", "begin", "epoch_of", "known", "look", "note", "record_of"]
+__all__ = ["COMPILED", "WATCHED", "Record", "begin", "epoch_of", "known", "known_of", "look", "note", "record_of"]
 
 Tensor = torch.Tensor
 _holders = storage_use_count
@@ -188,6 +188,13 @@ def known(storage: torch.UntypedStorage) -> Any | None:
         handle = COMPILED[0].known_record(storage._cdata)
         return None if handle is None else _CoreRecord(COMPILED[0], handle)
     return getattr(storage, _RECORD, None)
+
+
+def known_of(tensor: Tensor) -> Any | None:
+    """Return the record of what a tensor lives in, if that has one."""
+    with DisableTorchFunction():
+        storage = storage_of(tensor)
+        return None if storage is None else known(storage)
 
 
 def record_of(tensor: Tensor) -> Any:

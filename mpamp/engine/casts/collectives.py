@@ -15,7 +15,6 @@ import torch
 from ...patching import Patches
 from ...rules.eligibility import find_overload, overload_name
 from ...torch_internals import (
-    DisableTorchFunction,
     DispatchKey,
     OpOverload,
     dispatch_get_all_op_names,
@@ -23,8 +22,7 @@ from ...torch_internals import (
     dispatch_keyset_full_after,
 )
 from ..compiling import left_out, left_out_by_itself
-from .aliases import known
-from .weights import storage_of
+from .aliases import known_of
 
 __all__ = ["watch_collectives"]
 
@@ -58,7 +56,7 @@ def _touching(op: OpOverload) -> Callable[..., Any]:
     below = dispatch_keyset_full_after(getattr(DispatchKey, _KEY))
 
     def kernel(keys: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        records, result = [r for r in map(_record, _tensors(outputs)) if r is not None], None
+        records, result = [r for r in map(known_of, _tensors(outputs)) if r is not None], None
         try:
             result = op.redispatch(keys & below, outputs, *args, **kwargs)
         finally:
@@ -106,12 +104,6 @@ def _land_what_is_done() -> None:
     for number, (work, _) in list(_in_flight.items()):
         if work.is_completed():
             _land(number)
-
-
-def _record(tensor: Tensor) -> Any | None:
-    with DisableTorchFunction():
-        storage = storage_of(tensor)
-        return None if storage is None else known(storage)
 
 
 def _tensors(value: Tensor | Iterable[Any]) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ import torch
 from ...patching import Patches
 from ...torch_internals import GET_DATA_ATTR, DisableTorchFunction
 from ..compiling import left_out, left_out_by_itself
-from .aliases import COMPILED, WATCHED, known, note, record_of
+from .aliases import COMPILED, WATCHED, known, known_of, note, record_of
 from .weights import kind_of, storage_of
 
 __all__ = ["watch_handouts"]
@@ -126,7 +126,7 @@ def _settle(tensor: Tensor) -> None:
 def _note_both(tensor: Tensor, given: Tensor) -> None:
     """Take note of two tensors that live in the same memory by now, each with a counter of its own."""
     with DisableTorchFunction():
-        record = record_of(tensor) if _may_be_weight(tensor) else _known(tensor)
+        record = record_of(tensor) if _may_be_weight(tensor) else known_of(tensor)
         if record is not None:
             for each in (tensor, given):
                 record.note(each)
@@ -138,14 +138,6 @@ def _may_be_weight(tensor: Tensor) -> bool:
         and storage_of(tensor) is not None
         and (tensor.requires_grad or kind_of(type(tensor)) == "parameter")
     )
-
-
-def _known(tensor: Any) -> Any | None:
-    if not isinstance(tensor, Tensor):
-        return None
-    with DisableTorchFunction():
-        storage = storage_of(tensor)
-        return None if storage is None else known(storage)
 
 
 # -- Pointers -------------------------------------------------------------------------------------------
